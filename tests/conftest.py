@@ -1,0 +1,22 @@
+"""What every test shares: nothing reaches a hub, and real servers get the time they take."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+E2E = Path(__file__).parent / "e2e"
+E2E_TIMEOUT_S = 1800  # loading a model and compiling on two busy cores; a hang still ends
+
+for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):
+    os.environ[name] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(E2E):
+            item.add_marker(pytest.mark.e2e)
+        if item.get_closest_marker("e2e") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(E2E_TIMEOUT_S))

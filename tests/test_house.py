@@ -1,0 +1,98 @@
+"""The house rules that no linter knows: one door per library, light start, small files."""
+
+from __future__ import annotations
+
+import fnmatch
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sources import CLONE, all_files, imports, room_files
+
+# Who may import a library. Everybody else goes through what that module offers.
+DOORS = {
+    "click": "tools/*",
+    "duckdb": "manifests/manifest.py",
+    "openai": "builder/client.py",
+    "speculators": "trainer/draft_model*.py",
+    "tenacity": "builder/client.py",
+    "vllm": "builder/connector.py",
+    "zstandard": "manifests/codec.py",
+}
+# It runs inside the server's environment, where draftmill is not installed.
+CONNECTOR = Path("builder/connector.py")
+MAX_LINES = 350
+
+HEAVY = ("torch", "transformers", "speculators", "vllm")
+LIGHT_START = f"""
+import sys
+from draftmill.tools.cli import main
+
+code = None
+try:
+    code = main()
+except SystemExit as stop:
+    code = stop.code
+heavy = [name for name in {HEAVY!r} if name in sys.modules]
+sys.exit(f"imported {{heavy}}" if heavy else code)
+"""
+
+
+@pytest.mark.parametrize("library", DOORS)
+def test_one_door_per_library(library: str) -> None:
+    outside = [
+        str(path)
+        for path in room_files()
+        if not fnmatch.fnmatch(str(path), DOORS[library])
+        and any(name.partition(".")[0] == library for name in imports(path))
+    ]
+    assert outside == [], f"{library} is imported only in {DOORS[library]}"
+
+
+def test_the_connector_stands_alone() -> None:
+    if not (CLONE / CONNECTOR).exists():
+        pytest.skip("no connector")
+    roots = {name.partition(".")[0] for name in imports(CONNECTOR)}
+    assert roots - set(sys.stdlib_module_names) <= {"torch", "vllm"}
+
+
+def test_no_file_holds_two_ideas() -> None:
+    lines = {str(path): len((CLONE / path).read_bytes().splitlines()) for path in all_files()}
+    assert {path: count for path, count in lines.items() if count > MAX_LINES} == {}
+
+
+def run_light(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command as a process of its own and fails where it imports what is heavy."""
+    if not (CLONE / "tools/cli.py").exists():
+        pytest.skip("no command line")
+    return subprocess.run(
+        [sys.executable, "-P", "-c", LIGHT_START, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_help_imports_nothing_heavy() -> None:
+    done = run_light("--help")
+    assert done.returncode == 0, done.stderr
+    assert "status" in done.stdout
+
+
+def test_version_says_the_package_version() -> None:
+    from importlib.metadata import version
+
+    done = run_light("--version")
+    assert done.returncode == 0, done.stderr
+    assert version("draftmill") in done.stdout
+
+
+def test_status_imports_nothing_heavy(tmp_path: Path) -> None:
+    dataset = tmp_path / "dataset"
+    made = run_light("init", str(dataset), "--target", "some/model")
+    assert made.returncode == 0, made.stderr
+    done = run_light("status", str(dataset), "--json")
+    assert done.returncode == 0, done.stderr
+    assert '"prompts"' in done.stdout

@@ -1,0 +1,1 @@
+"""What an operator types and sees: commands, reports, demo and bench."""

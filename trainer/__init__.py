@@ -1,0 +1,1 @@
+"""What reads the disk: loader, vocab mapping, draft model, training loop, acceptance arithmetic."""
