@@ -1,0 +1,58 @@
+"""The outer form of a block payload: a table of entries, then streams. docs/codecs.md specifies it.
+
+Owns the checks of lengths; what a stream holds is `codec`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftmill.manifests.errors import DamagedError
+
+Buffer = bytes | bytearray | memoryview | NDArray[np.uint8]
+
+# The length of a stream is 31 bits of its entry; the top bit says that the bytes are not coded.
+_RAW_FLAG = 0x8000_0000
+
+
+def pack_streams(streams: Sequence[Sequence[Buffer]], plane_bytes: Sequence[int]) -> bytes:
+    """The payload of streams[plane][layer], planes of `plane_bytes` bytes each.
+
+    A stream as long as its plane is the plane itself; all buffers are flat.
+    """
+    entries = [
+        len(stream) | (_RAW_FLAG if len(stream) == size else 0)
+        for of_plane, size in zip(streams, plane_bytes, strict=True)
+        for stream in of_plane
+    ]
+    in_order = [stream for of_plane in streams for stream in of_plane]
+    return b"".join([np.array(entries, "<u4").tobytes(), *in_order])
+
+
+class Streams:
+    """The streams of one payload, with every length checked before anything is decoded."""
+
+    def __init__(self, payload: Buffer, num_planes: int, num_layers: int) -> None:
+        self._payload = memoryview(payload).cast("B")
+        self._num_layers = num_layers
+        table = 4 * num_planes * num_layers
+        if len(self._payload) < table:
+            raise DamagedError(f"a block of {len(self._payload)} bytes is shorter than its entries")
+        entries = np.frombuffer(self._payload[:table], "<u4").tolist()
+        self._raw = [entry >= _RAW_FLAG for entry in entries]
+        self._bounds = [table]
+        for entry in entries:
+            self._bounds.append(self._bounds[-1] + entry % _RAW_FLAG)
+        if self._bounds[-1] != len(self._payload):
+            raise DamagedError(
+                f"a block has {len(self._payload)} bytes where its entries need {self._bounds[-1]}"
+            )
+
+    def stream(self, plane: int, layer: int) -> tuple[memoryview, bool]:
+        """The bytes of a stream, in place, and whether they are the plane itself."""
+        index = plane * self._num_layers + layer
+        start, end = self._bounds[index], self._bounds[index + 1]
+        return self._payload[start:end], self._raw[index]

@@ -1,0 +1,329 @@
+"""Hidden states to block payloads and back; compression of small blobs; checksums.
+
+The one door to zstandard and xxhash. Owns block payloads (docs/codecs.md is the normative
+text) and every check of what was read. Names and sizes are `codec_names`'s, bit arithmetic is in
+`planes` and `rotation`, what surrounds a payload (records, shards) is `record`'s and `shard`'s.
+
+Legend: T tokens, L layers, H hidden size; states are bf16 bit patterns, uint16 [T, L, H].
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import xxhash
+import zstandard
+from numpy.typing import NDArray
+
+from draftmill.manifests.block_payload import Buffer, Streams, pack_streams
+from draftmill.manifests.codec_names import (
+    BLOCK_TOKENS,
+    CODECS,
+    RAW,
+    block_lengths,
+    is_lossless,
+    layer_codec,
+    parse_codec,
+    plane_specs,
+    worst_case_bytes,
+)
+from draftmill.manifests.errors import DamagedError
+from draftmill.manifests.layer_codec import LayerCodec, Plane, PlaneSpec, Words
+
+__all__ = [
+    "BLOCK_TOKENS",
+    "CODECS",
+    "block_lengths",
+    "checksum",
+    "code_plane",
+    "compress",
+    "decode_block",
+    "decode_planes",
+    "decode_states",
+    "decompress",
+    "decompress_into",
+    "encode_states",
+    "is_lossless",
+    "merge_planes",
+    "parse_codec",
+    "plane_specs",
+    "worst_case_bytes",
+]
+
+# Level 1, strategy fast, tables so small and matches so long that almost only Huffman coding is
+# left: on exponent planes this is faster than level 1 and smaller than level 3.
+_PLANE_PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
+    1,
+    strategy=zstandard.STRATEGY_FAST,
+    hash_log=6,
+    chain_log=6,
+    min_match=7,
+    write_content_size=True,
+    write_checksum=False,
+)
+_local = threading.local()
+
+
+def encode_states(states_TLH: Words, codec: str) -> list[bytes]:
+    """Encode bf16 bit patterns, uint16 [T, L, H] of any strides: one payload per block.
+
+    The payload of block i holds the tokens from i * BLOCK_TOKENS; no tokens give no payload.
+    Raises ValueError where the array is not of that kind, or has a value that a lossy codec cannot
+    take (`rot4`: what is not finite, or 2 ** 120 and more).
+    """
+    parse_codec(codec)
+    _check_states(states_TLH)
+    blocks = (
+        states_TLH[start : start + BLOCK_TOKENS]
+        for start in range(0, len(states_TLH), BLOCK_TOKENS)
+    )
+    if codec == RAW:
+        return [np.ascontiguousarray(block, dtype="<u2").tobytes() for block in blocks]
+    return [_encode_block(block, layer_codec(codec)) for block in blocks]
+
+
+def decode_block(codec: str, payload: Buffer, out_TLH: Words) -> None:
+    """Decode one payload into `out_TLH`, uint16 [T, L, H] with T the tokens of that block.
+
+    Raises DamagedError when the payload is not exactly an encoding of that shape. Memory beyond
+    `out_TLH` is at most the planes of one layer and a tile, whatever the payload claims.
+    """
+    parse_codec(codec)
+    _check_states(out_TLH)
+    if codec == RAW:
+        _decode_raw(payload, out_TLH)
+        return
+    kind = layer_codec(codec)
+    num_tokens, num_layers, hidden_size = out_TLH.shape
+    specs = kind.planes(num_tokens, hidden_size)
+    streams = Streams(payload, len(specs), num_layers)
+    buffers = _plane_buffers(specs)
+    scratch = kind.scratch(hidden_size)
+    for layer in range(num_layers):
+        planes = [_read_plane(streams, i, layer, buffer) for i, buffer in enumerate(buffers)]
+        kind.merge(planes, out_TLH[:, layer], scratch)
+
+
+def decode_planes(codec: str, payload: Buffer, out: Sequence[Plane]) -> None:
+    """Decode one payload into its planes and stop there; `merge_planes`, or a GPU, does the rest.
+
+    `out` has one contiguous uint8 array for each of `plane_specs(codec, (T, L, H))`, in its shape.
+    Raises DamagedError as `decode_block` does; `raw` has no planes and raises ValueError.
+    """
+    layer_codec(codec)
+    num_layers = len(out[0])
+    streams = Streams(payload, len(out), num_layers)
+    for index, plane in enumerate(out):
+        for layer in range(num_layers):
+            found = _read_plane(streams, index, layer, plane[layer])
+            if not np.shares_memory(found, plane[layer]):
+                np.copyto(plane[layer], found)
+
+
+def merge_planes(codec: str, planes: Sequence[Plane], out_TLH: Words) -> None:
+    """Write the words of a block from the planes that `decode_planes` gave."""
+    kind = layer_codec(codec)
+    scratch = kind.scratch(out_TLH.shape[2])
+    for layer in range(out_TLH.shape[1]):
+        kind.merge([plane[layer] for plane in planes], out_TLH[:, layer], scratch)
+
+
+def decode_states(
+    codec: str,
+    payloads: Sequence[Buffer],
+    out_TLH: Words,
+    threads: int = 1,
+    *,
+    num_tokens: int | None = None,
+    block_tokens: int = BLOCK_TOKENS,
+) -> None:
+    """Decode the first len(out_TLH) tokens of a sample, on up to `threads` threads.
+
+    `payloads` are those of the blocks that `out_TLH` reaches into, in order. `num_tokens` is the
+    length of the stored sample, where `out_TLH` is a prefix of it; `block_tokens` is what its
+    record says. Raises DamagedError.
+    """
+    wanted = len(out_TLH)
+    stored = block_lengths(wanted if num_tokens is None else num_tokens, block_tokens)
+    starts = range(0, wanted, block_tokens)
+    if len(payloads) != len(starts) or len(starts) > len(stored):
+        raise DamagedError(f"{len(payloads)} blocks given where {wanted} tokens need {len(starts)}")
+
+    def decode(index: int) -> None:
+        view = out_TLH[starts[index] : starts[index] + block_tokens]
+        if len(view) == stored[index]:
+            decode_block(codec, payloads[index], view)
+            return
+        whole = np.empty((stored[index], *out_TLH.shape[1:]), np.uint16)
+        decode_block(codec, payloads[index], whole)
+        np.copyto(view, whole[: len(view)])
+
+    if threads <= 1 or len(payloads) <= 1:
+        for index in range(len(payloads)):
+            decode(index)
+        return
+    with ThreadPoolExecutor(min(threads, len(payloads))) as pool:
+        for _ in pool.map(decode, range(len(payloads))):
+            pass
+
+
+def compress(data: Buffer, level: int = 3) -> bytes:
+    """One plain zstd frame (token ids, text); it states the size of its content."""
+    kept: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("blob_compressors", {})
+    if level not in kept:
+        kept[level] = zstandard.ZstdCompressor(level=level)
+    frame: bytes = kept[level].compress(memoryview(data))
+    return frame
+
+
+def decompress(frame: Buffer, max_bytes: int) -> bytes:
+    """The content of one zstd frame that states its size, of at most `max_bytes`.
+
+    Raises DamagedError for anything else, before memory is taken for what the frame claims.
+    """
+    size = _frame_content_size(frame)
+    if size > max_bytes:
+        raise DamagedError(f"a zstd frame claims {size} bytes where at most {max_bytes} may be")
+    out = np.empty(size, np.uint8)
+    decompress_into(frame, out)
+    return out.tobytes()
+
+
+def decompress_into(frame: Buffer, out: Plane) -> None:
+    """Decompress a frame of exactly `out.size` bytes into `out`, flat. Raises DamagedError."""
+    size = _frame_content_size(frame)
+    if size != out.size:
+        raise DamagedError(f"a zstd frame claims {size} bytes where {out.size} must be")
+    try:
+        with _decompressor().stream_reader(memoryview(frame), closefd=False) as reader:
+            # with the whole frame and its whole output at hand libzstd decodes in one pass,
+            # straight into `out`, without a window of its own
+            count = reader.readinto(memoryview(out)) if size else 0
+    except zstandard.ZstdError as error:
+        raise DamagedError(f"a zstd frame does not decode: {error}") from error
+    if count != size:
+        raise DamagedError(f"a zstd frame gave {count} bytes where {size} must be")
+
+
+def code_plane(plane: Plane) -> bytes:
+    """A zstd frame of a byte plane or, where that is no smaller, its bytes."""
+    frame = _compressor().compress(memoryview(plane))
+    return frame if len(frame) < plane.size else plane.tobytes()
+
+
+def checksum(data: Buffer) -> int:
+    """xxh3_64 of the bytes."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+# ---- block payloads ---------------------------------------------------------------------------
+
+
+def _check_states(states_TLH: Words) -> None:
+    if states_TLH.dtype != np.uint16 or states_TLH.ndim != 3:
+        raise ValueError(
+            "states must be uint16 [tokens, layers, hidden size], "
+            f"not {states_TLH.dtype} {list(states_TLH.shape)}"
+        )
+
+
+def _plane_buffers(specs: Sequence[PlaneSpec]) -> list[Plane]:
+    """Planes of one layer, in memory that this thread keeps: fresh pages cost more than the work.
+
+    Valid until the thread's next call.
+    """
+    total = sum(spec.num_bytes for spec in specs)
+    kept: Plane | None = getattr(_local, "plane_memory", None)
+    if kept is None or kept.size < total:
+        kept = _local.plane_memory = np.empty(total, np.uint8)
+    buffers = []
+    for spec in specs:
+        buffers.append(kept[: spec.num_bytes].reshape(spec.shape))
+        kept = kept[spec.num_bytes :]
+    return buffers
+
+
+def _encode_block(block_TLH: Words, kind: LayerCodec) -> bytes:
+    num_tokens, num_layers, hidden_size = block_TLH.shape
+    specs = kind.planes(num_tokens, hidden_size)
+    # planes stored as they are keep their memory up to the join, so that they are copied once
+    copies = [1 if spec.coded else num_layers for spec in specs]
+    memory = iter(_plane_buffers([s for s, n in zip(specs, copies, strict=True) for _ in range(n)]))
+    buffers = [[next(memory) for _ in range(n)] for n in copies]
+    scratch = kind.scratch(hidden_size)
+    streams: list[list[Buffer]] = [[] for _ in specs]
+    for layer in range(num_layers):
+        planes = [own[layer % len(own)] for own in buffers]
+        kind.split(block_TLH[:, layer], planes, scratch)
+        for stored, spec, plane in zip(streams, specs, planes, strict=True):
+            stored.append(code_plane(plane) if spec.coded else plane.reshape(-1))
+    return pack_streams(streams, [spec.num_bytes for spec in specs])
+
+
+def _decode_raw(payload: Buffer, out: NDArray[Any]) -> None:
+    stored = memoryview(payload).cast("B")
+    if len(stored) != out.nbytes:
+        raise DamagedError(f"a raw block has {len(stored)} bytes where {out.nbytes} must be")
+    np.copyto(out, np.frombuffer(stored, "<u2").reshape(out.shape))
+
+
+def _read_plane(streams: Streams, plane: int, layer: int, buffer: Plane) -> Plane:
+    """One plane of one layer: where it lies when stored raw, else decompressed to `buffer`."""
+    stream, raw = streams.stream(plane, layer)
+    if not raw:
+        decompress_into(stream, buffer.reshape(-1))
+        return buffer
+    if len(stream) != buffer.size:
+        raise DamagedError(f"a plane has {len(stream)} bytes where {buffer.size} must be")
+    return np.frombuffer(stream, np.uint8).reshape(buffer.shape)
+
+
+# ---- zstd -------------------------------------------------------------------------------------
+
+
+def _compressor() -> zstandard.ZstdCompressor:
+    """This thread's compressor: building one costs more than a small plane, sharing one crashes."""
+    if not hasattr(_local, "compressor"):
+        _local.compressor = zstandard.ZstdCompressor(compression_params=_PLANE_PARAMETERS)
+    compressor: zstandard.ZstdCompressor = _local.compressor
+    return compressor
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    if not hasattr(_local, "decompressor"):
+        _local.decompressor = zstandard.ZstdDecompressor()
+    decompressor: zstandard.ZstdDecompressor = _local.decompressor
+    return decompressor
+
+
+def _frame_content_size(frame: Buffer) -> int:
+    """The size a frame claims for its content, once it is exactly one frame without more bytes.
+
+    The block headers are walked because the decoder stops at the end of the first frame and would
+    leave trailing bytes unseen.
+    """
+    view = memoryview(frame).cast("B")
+    try:
+        parameters = zstandard.get_frame_parameters(view)
+        position = zstandard.frame_header_size(view)
+    except zstandard.ZstdError as error:
+        raise DamagedError(f"not a zstd frame: {error}") from error
+    size: int = parameters.content_size
+    if size == zstandard.CONTENTSIZE_UNKNOWN or parameters.dict_id:
+        raise DamagedError("a zstd frame without its content size, or with a dictionary")
+    last = False
+    while not last:
+        header = int.from_bytes(view[position : position + 3], "little")
+        last = bool(header & 1)
+        stored = 1 if (header >> 1) & 3 == 1 else header >> 3
+        position += 3 + stored
+        if position > len(view):
+            raise DamagedError("a zstd frame is cut short")
+    position += 4 if parameters.has_checksum else 0
+    if position != len(view):
+        raise DamagedError(f"{len(view)} bytes stored where a zstd frame has {position}")
+    return size

@@ -1,0 +1,172 @@
+"""Reads and writes `config.toml`: one section per settings dataclass, errors with key and line.
+
+A settings dataclass is frozen and keyword-only; `field(metadata={"help": ...})` becomes the comment
+in the file, and `__post_init__` raises ValueError("key: what is wrong"). Which sections there are
+is decided by whoever reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from draftmill.manifests.errors import ConfigError
+
+
+def render(sections: Mapping[str, Any]) -> str:
+    """The text of a config file with these settings; every key has its explanation above it."""
+    lines = ["# Settings of this dataset. Every key is explained in docs/operating.md.", ""]
+    for name, settings in sections.items():
+        lines.append(f"[{name}]")
+        for item in dataclasses.fields(settings):
+            value = getattr(settings, item.name)
+            lines.extend(f"# {line}" for line in str(item.metadata["help"]).splitlines())
+            if value is None:
+                lines.append(f"# {item.name} =")
+            else:
+                lines.append(f"{item.name} = {_toml(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        pairs = (f"{json.dumps(str(k))} = {_toml(v)}" for k, v in value.items())
+        return "{ " + ", ".join(pairs) + " }" if value else "{}"
+    raise TypeError(f"{type(value).__name__} has no TOML form")
+
+
+def read(path: Path, sections: Mapping[str, type]) -> dict[str, Any]:
+    """Settings of every section; keys that are missing keep their defaults.
+
+    Raises ConfigError with file, line and key for whatever is unknown, of another type or out of
+    range.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for name, content in document.items():
+        if name not in sections:
+            kind = "section" if isinstance(content, dict) else "key"
+            raise ConfigError(
+                f"{_where(path, text, None, name)}: unknown {kind} {name!r}"
+                + _suggestion(name, sections)
+            )
+    return {
+        name: _build(path, text, name, cls, document.get(name, {}))
+        for name, cls in sections.items()
+    }
+
+
+def _build(path: Path, text: str, section: str, cls: type, content: Any) -> Any:
+    if not isinstance(content, dict):
+        where = _where(path, text, None, section)
+        raise ConfigError(f"{where}: {section} must be a section: [{section}]")
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        where = _where(path, text, section, key)
+        if key not in hints:
+            raise ConfigError(
+                f"{where}: unknown key {key!r} in [{section}]" + _suggestion(key, hints)
+            )
+        try:
+            values[key] = _coerce(value, hints[key])
+        except TypeError as error:
+            raise ConfigError(f"{where}: {key} must be {error}, not {value!r}") from error
+    try:
+        return cls(**values)
+    except ValueError as error:
+        key = str(error).partition(":")[0]
+        raise ConfigError(f"{_where(path, text, section, key)}: {error}") from error
+    except TypeError as error:
+        missing = [
+            item.name
+            for item in dataclasses.fields(cls)
+            if item.name not in values
+            and item.default is dataclasses.MISSING
+            and item.default_factory is dataclasses.MISSING
+        ]
+        where = _where(path, text, None, section)
+        raise ConfigError(f"{where}: [{section}] needs {', '.join(missing)}") from error
+
+
+def _coerce(value: Any, hint: Any) -> Any:
+    """`value` as `hint` wants it; raises TypeError with the name of what is wanted."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        wanted: list[str] = []
+        for option in arguments:
+            if option is type(None):
+                continue
+            try:
+                return _coerce(value, option)
+            except TypeError as error:
+                wanted.append(str(error))
+        raise TypeError(" or ".join(wanted))
+    if origin is typing.Literal:
+        if value in arguments:
+            return value
+        raise TypeError("one of " + ", ".join(map(repr, arguments)))
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise TypeError("a list")
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return tuple(_coerce(item, arguments[0]) for item in value)
+        if len(value) != len(arguments):
+            raise TypeError(f"a list of {len(arguments)}")
+        return tuple(_coerce(v, a) for v, a in zip(value, arguments, strict=True))
+    if origin in (dict, Mapping) or hint is dict:
+        if not isinstance(value, dict):
+            raise TypeError("a table")
+        return value
+    if hint is Any:
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
+    if isinstance(value, hint) and isinstance(value, bool) == (hint is bool):
+        return value
+    raise TypeError(names.get(hint, str(hint)))
+
+
+def _suggestion(name: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, list(known), 1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return "; known are " + ", ".join(known)
+
+
+def _where(path: Path, text: str, section: str | None, key: str) -> str:
+    """`FILE line N` of a key or section header; tomllib keeps no positions."""
+    current: str | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        header = re.match(r"\s*\[\s*\"?([^\]\"]+?)\"?\s*\]", line)
+        if header:
+            current = header.group(1)
+            if section is None and current == key:
+                return f"{path} line {number}"
+            continue
+        if current == section and re.match(rf"\s*\"?{re.escape(key)}\"?\s*=", line):
+            return f"{path} line {number}"
+    return f"{path} [{section}]" if section else str(path)

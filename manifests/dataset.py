@@ -1,0 +1,186 @@
+"""One dataset folder, opened by its single writer or by readers.
+
+Owns the writer's lock and how a manifest is opened or rebuilt. Writing is left to `writer`, tables
+to `manifest`, files of records to `shard`, crashes to `recovery`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from draftmill.manifests import files
+from draftmill.manifests.errors import DatasetError, LockedError
+from draftmill.manifests.layout import Layout
+from draftmill.manifests.manifest import Manifest, ManifestDamaged
+from draftmill.manifests.reader import ShardReader
+from draftmill.manifests.recovery import recover
+from draftmill.manifests.summary import summarize
+from draftmill.manifests.writer import DatasetWriter
+
+
+class Dataset(Layout):
+    """A dataset folder: creates it, and opens it for writing or reading."""
+
+    @classmethod
+    def create(cls, path: str | Path, config_text: str) -> Dataset:
+        """Make a new dataset folder; refuses one that holds something else."""
+        dataset = cls(path)
+        if dataset.config_path.exists():
+            raise DatasetError(f"{path} is a dataset already. Edit {dataset.config_path} instead.")
+        if dataset.path.exists() and any(dataset.path.iterdir()):
+            raise DatasetError(f"{path} is not empty. Name a new folder.")
+        try:
+            for folder in (dataset.prompts_dir, dataset.completions_dir, dataset.hidden_states_dir):
+                folder.mkdir(parents=True, exist_ok=True)
+            dataset.vocab_dir.mkdir(exist_ok=True)
+            files.write_atomic(dataset.config_path, config_text, "config")
+        except OSError as error:
+            raise DatasetError(f"{path} cannot be created: {error.strerror}") from error
+        return dataset
+
+    @classmethod
+    def open(cls, path: str | Path) -> Dataset:
+        """An existing dataset; raises DatasetError for anything else."""
+        dataset = cls(path)
+        if not dataset.config_path.is_file():
+            raise DatasetError(
+                f"{path} is not a dataset (no config.toml). "
+                f"Create one with `draftmill init {path}`."
+            )
+        return dataset
+
+    @contextmanager
+    def writer(self, **options: Any) -> Iterator[DatasetWriter]:
+        """The dataset's only writer; runs recovery first. Options are those of DatasetWriter."""
+        with _exclusive(self):
+            manifest, rebuilt = _open_manifest(self)
+            try:
+                report = recover(self.path, manifest, rebuilt=rebuilt)
+                with closing(DatasetWriter(self, manifest, report, **options)) as writer:
+                    yield writer
+            finally:
+                manifest.close()
+
+    @contextmanager
+    def reader(self) -> Iterator[DatasetReader]:
+        """Read access that works while another process writes."""
+        reader = DatasetReader(self)
+        try:
+            yield reader
+        finally:
+            reader.close()
+
+
+@contextmanager
+def _exclusive(dataset: Dataset) -> Iterator[None]:
+    """Hold the dataset's lock; the operating system gives it back whatever happens to us."""
+    try:
+        fd = os.open(dataset.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise DatasetError(f"{dataset.path} cannot be written: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
+            pid = int(owner) if owner.isdigit() else None
+            raise LockedError(
+                f"{dataset.path} is being written by process {owner or 'unknown'}. "
+                "Wait until it ends, or stop it.",
+                pid=pid,
+            ) from error
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _open_manifest(dataset: Dataset) -> tuple[Manifest, bool]:
+    """The manifest, rebuilt when it is missing or damaged; second value: whether it was rebuilt."""
+    for folder in (dataset.prompts_dir, dataset.completions_dir, dataset.hidden_states_dir):
+        folder.mkdir(exist_ok=True)
+    empty = not any(dataset.prompts_dir.glob("*.parquet"))
+    if dataset.manifest_path.exists() or empty:
+        try:
+            return Manifest(dataset.manifest_path), False
+        except ManifestDamaged:
+            stamp = f"damaged-{time.time_ns()}"
+            for name in ("manifest.duckdb", "manifest.duckdb.wal"):
+                source = dataset.path / name
+                if source.exists():
+                    files.rename(source, dataset.path / f"{name}.{stamp}", "manifest.quarantine")
+    return _rebuild_manifest(dataset), True
+
+
+def _rebuild_manifest(dataset: Dataset) -> Manifest:
+    temporary = dataset.path / ".manifest.rebuild"
+    for name in (temporary.name, f"{temporary.name}.wal", "manifest.duckdb.wal"):
+        files.unlink(dataset.path / name, "manifest.rebuild")
+    manifest = Manifest(temporary)
+    if dataset.snapshot_path.exists():
+        try:
+            manifest.load_snapshot(dataset.snapshot_path)
+        except DatasetError:
+            # A damaged snapshot costs history, not completions: those are in the shards.
+            aside = dataset.path / f"manifest.parquet.damaged-{time.time_ns()}"
+            files.rename(dataset.snapshot_path, aside, "manifest.quarantine")
+    manifest.close()
+    files.publish(temporary, dataset.manifest_path, "manifest.rebuild")
+    return Manifest(dataset.manifest_path)
+
+
+class DatasetReader:
+    """Read access to a dataset: the database itself, or its snapshot while a writer holds it."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self.writer_pid: int | None = None
+        if not dataset.manifest_path.exists():
+            raise DatasetError(
+                f"{dataset.path} has no manifest. `draftmill verify {dataset.path} --repair` "
+                "rebuilds it from prompts and shards; a new dataset gets one with `draftmill add`."
+            )
+        try:
+            self.manifest = Manifest(dataset.manifest_path, read_only=True)
+        except LockedError as error:
+            self.writer_pid = error.pid
+            if not dataset.snapshot_path.exists():
+                raise
+            self.manifest = Manifest(None)
+            self.manifest.load_snapshot(dataset.snapshot_path)
+        self.shards = ShardReader(dataset.path)
+
+    def close(self) -> None:
+        """Close the database and shard files."""
+        self.shards.close()
+        self.manifest.close()
+
+    def summary(self) -> dict[str, Any]:
+        """The document of `status --json`: the writer's own while one runs, else measured now."""
+        if self.writer_pid is not None and self.dataset.status_path.exists():
+            document: dict[str, Any] = json.loads(self.dataset.status_path.read_text())
+            return document
+        return summarize(self.dataset.path, self.manifest)
+
+    def sql(self, query: str) -> pa.Table:
+        """The result of a query over the manifest's tables."""
+        return self.manifest.user_query(query)
+
+    def extracted(self) -> pa.Table:
+        """Every sample that can be trained on, in id order, with where its records lie."""
+        return self.manifest.table(
+            "SELECT id, hash, source, conversation, off_policy, prompt_tokens, completion_tokens, "
+            "tokens, digest, finish_reason, generate_shard, generate_offset, generate_length, "
+            "extract_shard, extract_offset, extract_length "
+            "FROM samples WHERE state = 'extracted' ORDER BY id"
+        )

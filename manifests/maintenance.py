@@ -1,0 +1,128 @@
+"""What is done to a dataset between runs: retry, eviction, putting damaged rows back.
+
+Every change goes through the dataset's writer, under its lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from draftmill.manifests import files
+from draftmill.manifests.errors import DamagedError
+from draftmill.manifests.shard import KINDS, is_open, list_shards, seal, shard_path
+from draftmill.manifests.types import Stage
+from draftmill.manifests.verify import VerifyReport
+from draftmill.manifests.writer import DatasetWriter
+
+
+def retry(writer: DatasetWriter, ids: Sequence[int]) -> int:
+    """Ask these rows again, each at the stage where it stopped; history stays."""
+    with writer.lock, writer.manifest.transaction("retry"):
+        return writer.manifest.revert(ids, "retried", "asked for by retry", None)
+
+
+def revert(
+    writer: DatasetWriter, ids: Sequence[int], outcome: str, reason: str, stage: Stage
+) -> int:
+    """Forget the payload of `stage` of these rows, because it is damaged or evicted."""
+    with writer.lock, writer.manifest.transaction("revert"):
+        return writer.manifest.revert(ids, outcome, reason, stage)
+
+
+def select(
+    writer: DatasetWriter,
+    *,
+    states: Sequence[str] = (),
+    truncated: bool = False,
+    stage: str | None = None,
+    source: str | None = None,
+    error_class: str | None = None,
+) -> list[int]:
+    """Ids of the rows in `states`, or whose completion was truncated, in id order."""
+    with writer.lock:
+        rows = writer.manifest.rows(
+            "SELECT id FROM samples WHERE (list_contains(?, state::VARCHAR) OR "
+            "  (? AND finish_reason = 'length' AND state IN ('generated', 'extracted'))) "
+            "AND (? IS NULL OR stage = ?) AND (? IS NULL OR source = ?) "
+            "AND (? IS NULL OR ? = (SELECT max_by(error_class, attempt) FROM attempts a "
+            "  WHERE a.id = samples.id AND error_class IS NOT NULL)) ORDER BY id",
+            [list(states), truncated, stage, stage, source, source, error_class, error_class],
+        )
+    return [row[0] for row in rows]
+
+
+def mend_header(writer: DatasetWriter, name: str) -> bool:
+    """Write the safetensors header of a sealed shard again, from its records."""
+    kind, _, file = name.partition("/")
+    path = writer.dataset.path / kind / file
+    if kind not in KINDS or is_open(path):
+        return False
+    with writer.lock:
+        number = int(path.name.partition(".")[0])
+        opened = shard_path(path.parent, number, sealed=False)
+        files.rename(path, opened, f"{kind}.mend")
+        try:
+            seal(opened, kind, number)
+        except DamagedError:
+            files.rename(opened, path, f"{kind}.mend")
+            return False
+    return True
+
+
+def evict(
+    writer: DatasetWriter, size: int | None, *, policy: str = "oldest", source: str | None = None
+) -> tuple[int, int, int]:
+    """Remove hidden-states shards until `size` bytes are free (None: all of them).
+
+    Their rows go back to `generated`. Returns (shards, rows, bytes freed).
+    """
+    order = "shard" if policy == "oldest" else "avg(y.tokens) DESC, shard"
+    with writer.lock:
+        writer.seal("hidden_states")
+        on_disk = list_shards(writer.dataset.hidden_states_dir)
+        rows = writer.manifest.rows(
+            "SELECT y.shard FROM payloads y JOIN prompts p USING (id) "
+            "WHERE y.stage = 'extract' GROUP BY y.shard "
+            f"HAVING ? IS NULL OR count(*) FILTER (p.source = ?) > 0 ORDER BY {order}",
+            [source, source],
+        )
+        freed = shards = changed = 0
+        for (number,) in rows:
+            if number not in on_disk or (size is not None and freed >= size):
+                continue
+            freed += on_disk[number].stat().st_size
+            changed += _evict_shard(writer, number, on_disk[number])
+            shards += 1
+    return shards, changed, freed
+
+
+def _evict_shard(writer: DatasetWriter, number: int, path: Path) -> int:
+    files.unlink(path, "evict")
+    files.sync_folder(path.parent, "evict")
+    ids = writer.manifest.rows(
+        "SELECT s.id FROM state s JOIN payloads y ON y.id = s.id AND y.stage = 'extract' "
+        "AND y.attempt = s.extract_payload WHERE y.shard = ?",
+        [number],
+    )
+    with writer.manifest.transaction("evict"):
+        writer.manifest.set_shard("hidden_states", number, "sealed")
+        writer.manifest.set_shard("hidden_states", number, "evicted")
+        return writer.manifest.revert(
+            [row[0] for row in ids], "evicted", "hidden states removed", "extract"
+        )
+
+
+def repair(writer: DatasetWriter, report: VerifyReport) -> int:
+    """Put the rows of damaged samples back one state and mend shard headers; faults repaired."""
+    stages: tuple[Stage, ...] = ("extract", "generate")
+    for stage in stages:
+        faults = [f for f in report.damaged if f.stage == stage and f.sample is not None]
+        ids = sorted({fault.sample for fault in faults if fault.sample is not None})
+        if ids:
+            revert(writer, ids, "damaged", faults[0].reason, stage)
+        report.repaired += len(faults)
+    for fault in report.damaged:
+        if fault.sample is None and mend_header(writer, fault.shard):
+            report.repaired += 1
+    return report.repaired

@@ -1,0 +1,407 @@
+"""The manifest: one DuckDB database per dataset, and the only module that knows DuckDB.
+
+Owns tables, transactions and queries. Order of writing payload and manifest is left to `dataset`,
+what a crash leaves behind to `recovery`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from draftmill.manifests import files, schema
+from draftmill.manifests.errors import DatasetError, LockedError, UsageError
+from draftmill.manifests.types import Attempt, Stage, State
+
+_LOCK_WAIT_S = 5.0
+# A state that a prompt may take as the direct outcome of an attempt.
+_STATE_OUTCOMES = {"generated", "extracted", "timed_out", "failed", "rejected"}
+
+
+class ManifestDamaged(DatasetError):
+    """The database file cannot be opened; it can be rebuilt from prompts and shards."""
+
+
+class Manifest:
+    """An open manifest. Not thread-safe: callers hold one lock around it (see `dataset`)."""
+
+    def __init__(self, path: Path | None, *, read_only: bool = False) -> None:
+        self.path = path
+        self._db = _connect(path, read_only)
+        if read_only:
+            self._check_schema()
+            self._db.execute(schema.CURRENT_VIEW.format(temporary="TEMP"))
+            return
+        self._db.execute("SET checkpoint_threshold = '256MB'")
+        if not self._db.execute("SELECT 1 FROM duckdb_tables() LIMIT 1").fetchall():
+            with self.transaction("create"):
+                self._db.execute(schema.TABLES)
+                self._db.execute(schema.CURRENT_VIEW.format(temporary=""))
+                self.set_meta("schema_version", schema.SCHEMA_VERSION)
+        self._check_schema()
+
+    def _check_schema(self) -> None:
+        try:
+            found = self.meta("schema_version")
+        except duckdb.Error as error:
+            raise DatasetError(f"{self.path} is not a manifest of draftmill") from error
+        if found != schema.SCHEMA_VERSION:
+            raise DatasetError(
+                f"{self.path} has schema version {found}, this draftmill reads "
+                f"{schema.SCHEMA_VERSION}. Use the draftmill version that wrote it."
+            )
+
+    def close(self) -> None:
+        """Close the database; DuckDB writes its checkpoint."""
+        self._db.close()
+
+    @contextmanager
+    def transaction(self, label: str) -> Iterator[None]:
+        """Everything inside becomes durable together, or not at all."""
+        files.reach(f"commit.{label}.before")
+        self._db.begin()
+        try:
+            yield
+        except BaseException:
+            try:
+                self._db.rollback()
+            except duckdb.Error:
+                pass  # the error that is already on its way says more
+            raise
+        self._db.commit()
+        if files.observer is not None:
+            files.observer("commit", self.path or Path(), {"label": label})
+        files.reach(f"commit.{label}.after")
+
+    # -- facts about the dataset -------------------------------------------------------------
+
+    def meta(self, key: str) -> str | None:
+        """A value of the table `meta`, or None."""
+        found = self.rows("SELECT value FROM meta WHERE key = ?", [key])
+        return str(found[0][0]) if found else None
+
+    def set_meta(self, key: str, value: str) -> None:
+        """Set a value of the table `meta`."""
+        self._db.execute("DELETE FROM meta WHERE key = ?", [key])
+        self._db.execute("INSERT INTO meta VALUES (?, ?)", [key, value])
+
+    def table(self, query: str, parameters: Sequence[Any] = ()) -> pa.Table:
+        """The result of a query as an Arrow table."""
+        return self._db.sql(query, params=list(parameters)).to_arrow_table()
+
+    def rows(self, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """The result of a query as tuples."""
+        return self._db.execute(query, list(parameters)).fetchall()
+
+    def user_query(self, query: str) -> pa.Table:
+        """A query that a person typed; its errors become a UsageError with DuckDB's words."""
+        try:
+            return self._db.sql(query).to_arrow_table()
+        except duckdb.Error as error:
+            raise UsageError(str(error)) from error
+
+    # -- prompts -----------------------------------------------------------------------------
+
+    def unknown(self, hashes: Sequence[str]) -> set[str]:
+        """Those of `hashes` that no prompt of the dataset has."""
+        batch = pa.table({"hash": pa.array(hashes, pa.string())})
+        with self.batch("new_hashes", batch):
+            found = self.rows(
+                "SELECT DISTINCT hash FROM new_hashes b ANTI JOIN prompts p USING (hash)"
+            )
+        return {row[0] for row in found}
+
+    def max_id(self) -> int:
+        """The largest prompt id, 0 if there is none."""
+        return int(self.rows("SELECT coalesce(max(id), 0) FROM prompts")[0][0])
+
+    def prompt_files(self) -> set[int]:
+        """Numbers of the prompt files whose rows are in the manifest."""
+        return {row[0] for row in self.rows("SELECT DISTINCT file FROM prompts")}
+
+    def insert_prompts(self, number: int, path: Path) -> int:
+        """Insert the rows of the prompt file `number` as pending; returns how many."""
+        with self.transaction("prompts"):
+            self._db.execute(
+                "INSERT INTO prompts SELECT id, hash, source, row, conversation_id, off_policy, ? "
+                "FROM read_parquet(?) ORDER BY id",
+                [number, str(path)],
+            )
+            self._db.execute(
+                "INSERT INTO state SELECT id, 'pending', NULL, 0, NULL, NULL "
+                "FROM prompts WHERE file = ? ORDER BY id",
+                [number],
+            )
+        return int(self.rows("SELECT count(*) FROM prompts WHERE file = ?", [number])[0][0])
+
+    def todo(self, state: State, after_id: int, limit: int) -> list[tuple[Any, ...]]:
+        """(id, hash, source, file, attempts, shard, offset, length, digest) of rows in `state`.
+
+        In id order, from the first id above `after_id`; the last four are those of the current
+        completion and None if there is none.
+        """
+        return self.rows(
+            "WITH w AS (SELECT id, attempts, generate_payload FROM state "
+            "           WHERE state = ? AND id > ? ORDER BY id LIMIT ?), "
+            "r AS (SELECT min(id) AS lo, max(id) AS hi FROM w) "
+            'SELECT w.id, p.hash, p.source, p.file, w.attempts, g.shard, g."offset", g.length, '
+            "g.digest FROM w JOIN prompts p ON p.id = w.id "
+            "LEFT JOIN payloads g ON g.id = w.id AND g.stage = 'generate' "
+            "AND g.attempt = w.generate_payload ORDER BY w.id",
+            [state, after_id, limit],
+        )
+
+    def conversations(self, paths: Iterable[Path], ids: Sequence[int]) -> dict[int, str]:
+        """Conversation JSON of `ids` (ascending), read from the prompt files `paths`."""
+        if not ids:
+            return {}
+        batch = pa.table({"id": pa.array(ids, pa.int64())})
+        with self.batch("wanted_ids", batch):
+            found = self.rows(
+                "SELECT id, conversation FROM read_parquet(?) SEMI JOIN wanted_ids USING (id) "
+                "WHERE id BETWEEN ? AND ?",
+                [[str(path) for path in paths], ids[0], ids[-1]],
+            )
+        return dict(found)
+
+    # -- commits -----------------------------------------------------------------------------
+
+    def commit(
+        self, attempts: Sequence[Attempt], payloads: pa.Table, sealed: Sequence[tuple[str, int]]
+    ) -> None:
+        """Append attempts and payload offsets and update the rows' states, in one transaction."""
+        with self.transaction("results"):
+            self.apply(attempts, payloads)
+            for kind, number in sealed:
+                self._seal_row(kind, number)
+
+    def apply(self, attempts: Sequence[Attempt], payloads: pa.Table) -> None:
+        """The body of a commit, for callers that hold a transaction."""
+        if not attempts:
+            return
+        with self.batch("new_attempts", schema.attempt_rows(attempts)):
+            self._db.execute("INSERT INTO attempts SELECT * FROM new_attempts")
+        if payloads.num_rows:
+            with self.batch("new_payloads", payloads):
+                self._db.execute("INSERT INTO payloads SELECT * FROM new_payloads")
+        self._update_states(attempts)
+
+    def adopt(
+        self, attempts: Sequence[Attempt], payloads: pa.Table, changes: Sequence[Attempt]
+    ) -> None:
+        """Take over records found on disk: their history, their offsets, and `changes` of state."""
+        with self.transaction("adopt"):
+            if attempts:
+                with self.batch("new_attempts", schema.attempt_rows(attempts)):
+                    self._db.execute("INSERT INTO attempts SELECT * FROM new_attempts")
+            if payloads.num_rows:
+                with self.batch("new_payloads", payloads):
+                    self._db.execute("INSERT INTO payloads SELECT * FROM new_payloads")
+            self._update_states(changes)
+
+    def _update_states(self, attempts: Sequence[Attempt]) -> None:
+        changes: dict[int, dict[str, Any]] = {}
+        # In attempt order, so that the highest attempt of a row in this batch decides.
+        for attempt in sorted(attempts, key=lambda a: (a.id, a.attempt)):
+            change = changes.setdefault(attempt.id, dict.fromkeys(schema.STATE_ROWS.names))
+            change["id"] = attempt.id
+            change["attempts"] = attempt.attempt
+            if attempt.outcome in _STATE_OUTCOMES:
+                change["state"] = attempt.outcome
+                change["stage"] = attempt.stage
+            if attempt.outcome == "generated":
+                change["generate_payload"], change["extract_payload"] = attempt.attempt, None
+            elif attempt.outcome == "extracted":
+                change["extract_payload"] = attempt.attempt
+        batch = pa.Table.from_pylist(list(changes.values()), schema=schema.STATE_ROWS)
+        with self.batch("changes", batch):
+            # A new completion makes the hidden states of the old one worthless.
+            self._db.execute(
+                "UPDATE state SET "
+                "state = coalesce(c.state::row_state, state.state), "
+                "stage = CASE WHEN c.state IS NULL THEN state.stage ELSE c.stage END, "
+                "attempts = greatest(state.attempts, c.attempts), "
+                "generate_payload = coalesce(c.generate_payload, state.generate_payload), "
+                "extract_payload = CASE WHEN c.generate_payload IS NULL "
+                "  THEN coalesce(c.extract_payload, state.extract_payload) "
+                "  ELSE c.extract_payload END "
+                "FROM changes c WHERE state.id = c.id"
+            )
+
+    def revert(self, ids: Sequence[int], outcome: str, reason: str, stage: Stage | None) -> int:
+        """Put rows back to the last state that their payloads support; `attempts` says why.
+
+        stage "extract" forgets hidden states, "generate" completion and hidden states; None keeps
+        both (a retry: the old completion stays current until its replacement is committed, but
+        the row is asked again). Returns how many rows changed.
+        """
+        if not ids:
+            return 0
+        batch = pa.table({"id": pa.array(sorted(ids), pa.int64())})
+        with self.batch("reverted", batch):
+            self._db.execute(
+                "INSERT INTO attempts(id, stage, attempt, outcome, error, started_at) "
+                "SELECT s.id, coalesce(?, s.stage, 'generate'), s.attempts, ?, ?, ? "
+                "FROM state s SEMI JOIN reverted USING (id) ORDER BY s.id",
+                [stage, outcome, reason, time.time()],
+            )
+            if stage == "extract":
+                change = "state = 'generated', stage = NULL, extract_payload = NULL"
+            elif stage == "generate":
+                change = (
+                    "state = 'pending', stage = NULL, generate_payload = NULL, "
+                    "extract_payload = NULL"
+                )
+            else:
+                change = (
+                    "state = CASE WHEN state.stage = 'extract' AND state.state <> 'extracted' "
+                    "THEN 'generated'::row_state ELSE 'pending'::row_state END, stage = NULL"
+                )
+            self._db.execute(f"UPDATE state SET {change} FROM reverted r WHERE state.id = r.id")
+        return batch.num_rows
+
+    # -- shards ------------------------------------------------------------------------------
+
+    def known_ends(self, stage: Stage) -> dict[int, int]:
+        """Last acknowledged byte of each shard of a stage."""
+        return dict(
+            self.rows(
+                'SELECT shard, max("offset" + length) FROM payloads WHERE stage = ? GROUP BY shard',
+                [stage],
+            )
+        )
+
+    def shard_states(self, kind: str) -> dict[int, str]:
+        """`open`, `sealed` or `evicted` for every shard of a kind that has records."""
+        return dict(self.rows("SELECT number, state FROM shards WHERE kind = ?", [kind]))
+
+    def _seal_row(self, kind: str, number: int) -> None:
+        stage = "generate" if kind == "completions" else "extract"
+        self._db.execute("DELETE FROM shards WHERE kind = ? AND number = ?", [kind, number])
+        self._db.execute(
+            "INSERT INTO shards SELECT ?, ?, 'sealed', count(*), sum(tokens), sum(raw_bytes), "
+            "sum(length) FROM payloads WHERE stage = ? AND shard = ?",
+            [kind, number, stage, number],
+        )
+
+    def set_shard(self, kind: str, number: int, state: str) -> None:
+        """Record a shard as `sealed` (with its totals) or `evicted`."""
+        if state == "sealed":
+            self._seal_row(kind, number)
+            return
+        self._db.execute(
+            "UPDATE shards SET state = ? WHERE kind = ? AND number = ?", [state, kind, number]
+        )
+
+    def add_control(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Append decisions of the generation controller."""
+        names = (
+            "time",
+            "endpoint",
+            "limit",
+            "running",
+            "waiting",
+            "kv_usage",
+            "tokens_per_s",
+            "decision",
+        )
+        batch = pa.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
+        with self.transaction("control"), self.batch("new_control", batch):
+            self._db.execute("INSERT INTO control SELECT * FROM new_control")
+
+    @contextmanager
+    def batch(self, name: str, table: pa.Table) -> Iterator[None]:
+        """Make an Arrow table visible to queries under `name`."""
+        # Arrow insert: 100 rows by executemany take 25 times as long.
+        self._db.register(name, table)
+        try:
+            yield
+        finally:
+            self._db.unregister(name)
+
+    # -- snapshots ---------------------------------------------------------------------------
+
+    def write_snapshot(self, path: Path) -> None:
+        """Write everything but prompt texts as one Parquet file: one row per prompt."""
+        facts = json.dumps(
+            {
+                "meta": dict(self.rows("SELECT key, value FROM meta")),
+                "shards": self.table("SELECT * FROM shards").to_pylist(),
+            }
+        )
+        self._db.execute(
+            "COPY (SELECT p.*, s.* EXCLUDE (id), a.attempts_history, y.payloads "
+            "FROM prompts p JOIN state s USING (id) "
+            "LEFT JOIN (SELECT id, list(x) AS attempts_history FROM attempts x GROUP BY id) a "
+            "USING (id) "
+            "LEFT JOIN (SELECT id, list(x) AS payloads FROM payloads x GROUP BY id) y USING (id)) "
+            f"TO '{_quoted(path)}' (FORMAT parquet, COMPRESSION zstd, "
+            f"KV_METADATA {{draftmill: '{facts.replace(chr(39), chr(39) * 2)}'}})"
+        )
+
+    def load_snapshot(self, path: Path) -> None:
+        """Fill empty tables from a snapshot."""
+        try:
+            self._load_snapshot(path)
+        except (duckdb.Error, LookupError, ValueError) as error:
+            raise DatasetError(f"{path} is damaged: {error}") from error
+
+    def _load_snapshot(self, path: Path) -> None:
+        source = f"read_parquet('{_quoted(path)}')"
+        found = self.rows(
+            f"SELECT decode(value) FROM parquet_kv_metadata('{_quoted(path)}') "
+            "WHERE decode(key) = 'draftmill'"
+        )
+        facts = json.loads(found[0][0])
+        with self.transaction("restore"):
+            for key, value in facts["meta"].items():
+                self.set_meta(key, value)
+            if facts["shards"]:
+                with self.batch("old_shards", pa.Table.from_pylist(facts["shards"])):
+                    self._db.execute("INSERT INTO shards BY NAME SELECT * FROM old_shards")
+            prompts = "id, hash, source, row, conversation, off_policy, file"
+            self._db.execute(f"INSERT INTO prompts SELECT {prompts} FROM {source} ORDER BY id")
+            states = "id, state, stage, attempts, generate_payload, extract_payload"
+            self._db.execute(f"INSERT INTO state SELECT {states} FROM {source} ORDER BY id")
+            for table, column in (("attempts", "attempts_history"), ("payloads", "payloads")):
+                self._db.execute(
+                    f"INSERT INTO {table} BY NAME SELECT unnest(x) FROM "
+                    f"(SELECT unnest({column}) AS x FROM {source} ORDER BY id)"
+                )
+
+
+def _quoted(path: Path) -> str:
+    return str(path).replace("'", "''")
+
+
+def _connect(path: Path | None, read_only: bool) -> duckdb.DuckDBPyConnection:
+    if path is None:
+        return duckdb.connect(":memory:")
+    # A reader may hold the file for a moment while a writer starts; that is not worth an error.
+    give_up = time.monotonic() + (0.0 if read_only else _LOCK_WAIT_S)
+    while True:
+        try:
+            return duckdb.connect(str(path), read_only=read_only)
+        except duckdb.Error as error:
+            text = str(error)
+            if "lock" in text.lower() and "onflicting" in text:
+                if time.monotonic() < give_up:
+                    time.sleep(0.1)
+                    continue
+                match = re.search(r"PID (\d+)", text)
+                pid = int(match.group(1)) if match else None
+                raise LockedError(
+                    f"{path.parent} is open in another process"
+                    + (f" (PID {pid})" if pid else "")
+                    + ". Wait until it ends, or stop it.",
+                    pid=pid,
+                ) from error
+            raise ManifestDamaged(f"{path}: {text.splitlines()[0]}") from error

@@ -1,0 +1,302 @@
+"""Shards: append-only files of records that become valid safetensors files when they are sealed.
+
+Owns names, roll-over, sealing and scanning of shard files. Which records count is left to
+`recovery` and `manifest`; reading single samples to `reader`. Layout: docs/format.md.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from draftmill.manifests import codec, files, record
+from draftmill.manifests.errors import BudgetError, DamagedError
+from draftmill.manifests.record import Draft, Record
+from draftmill.manifests.types import Location, Stage
+
+Kind = Literal["completions", "hidden_states"]
+KINDS: tuple[Kind, ...] = ("completions", "hidden_states")
+KIND_OF_STAGE: dict[Stage, Kind] = {"generate": "completions", "extract": "hidden_states"}
+STAGE_OF_KIND: dict[Kind, Stage] = {"completions": "generate", "hidden_states": "extract"}
+
+_LENGTH = struct.Struct("<Q")
+_SEALED = ".safetensors"
+_OPEN = ".safetensors.open"
+# Room that one tensor takes in the header beside its name: punctuation, dtype, three numbers.
+_ENTRY_BYTES = 96
+_SLACK_BYTES = 4096
+# safetensors refuses headers above 100 MB; a shard is sealed long before.
+_MAX_HEADER = 100_000_000
+
+
+def shard_path(folder: Path, number: int, *, sealed: bool) -> Path:
+    """Path of shard `number` in its folder."""
+    return folder / f"{number:06d}{_SEALED if sealed else _OPEN}"
+
+
+def list_shards(folder: Path) -> dict[int, Path]:
+    """Shard files by number, in order; a sealed file wins over an open one of the same number."""
+    found: dict[int, Path] = {}
+    for suffix in (_OPEN, _SEALED):
+        for path in folder.glob(f"*{suffix}"):
+            stem = path.name[: -len(suffix)]
+            if stem.isdigit():
+                found[int(stem)] = path
+    return dict(sorted(found.items()))
+
+
+def is_open(path: Path) -> bool:
+    """Whether the file still has the name of an open shard."""
+    return path.name.endswith(_OPEN)
+
+
+def header_bytes_for(shard_bytes: int) -> int:
+    """Bytes reserved for the safetensors header of a shard: 1/64 of it, 16 KiB to 1 MiB."""
+    return max(16 << 10, min(1 << 20, shard_bytes // 64))
+
+
+def data_start(file_head: bytes, size: int) -> int:
+    """Offset of the first record, from the first 8 bytes of a shard; raises DamagedError."""
+    if len(file_head) < _LENGTH.size:
+        raise DamagedError("the file ends before its header")
+    (reserved,) = _LENGTH.unpack_from(file_head)
+    if reserved > _MAX_HEADER or _LENGTH.size + reserved > size:
+        raise DamagedError(f"header claims {reserved} bytes")
+    return _LENGTH.size + int(reserved)
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes of a shard that are no valid record. `record` is set if its header could be read."""
+
+    offset: int
+    length: int
+    reason: str
+    record: Record | None = None
+
+
+def scan(
+    path: Path, number: int, *, start: int | None = None, verify: bool = True
+) -> Iterator[Record | Damage]:
+    """Every record of a shard from byte `start` on (default: the first), and what is between.
+
+    With `verify` every payload is checked against its xxh3. Damage that reaches the end of the
+    file may be a torn write; what it means is for the caller to say.
+    """
+    with open(path, "rb") as file:
+        size = path.stat().st_size
+        if size == 0:
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            position = data_start(data[: _LENGTH.size], size) if start is None else start
+            while position < size:
+                found = _read_one(data, number, position, size, verify)
+                yield found
+                position = found.offset + found.length
+
+
+def _read_one(
+    data: mmap.mmap, number: int, position: int, size: int, verify: bool
+) -> Record | Damage:
+    try:
+        length = record.header_length(data[position : position + record.HEADER_MIN])
+        found = record.parse(data[position : position + length], number, position)
+        if position + found.length > size:
+            raise DamagedError("the file ends inside a payload")
+    except DamagedError as error:
+        following = _next_record(data, number, position + 1, size)
+        return Damage(position, following - position, error.reason)
+    if verify:
+        at = position + found.header_length
+        with memoryview(data) as view:
+            for payload in found.payloads:
+                with view[at : at + payload.length] as part:
+                    intact = codec.checksum(part) == payload.xxh3
+                if not intact:
+                    reason = f"payload {payload.name} fails its checksum"
+                    return Damage(position, found.length, reason, found)
+                at += payload.length
+    return found
+
+
+def _next_record(data: mmap.mmap, number: int, position: int, size: int) -> int:
+    """Offset of the next valid record header at or after `position`, or `size`."""
+    while True:
+        position = data.find(record.MAGIC, position)
+        if position < 0:
+            return size
+        try:
+            length = record.header_length(data[position : position + record.HEADER_MIN])
+            record.parse(data[position : position + length], number, position)
+            return position
+        except DamagedError:
+            position += 1
+
+
+def header_for(kind: str, number: int, start: int, found: list[Record | Damage]) -> bytes:
+    """The safetensors header of a shard with these records (JSON, not padded)."""
+    tensors: dict[str, object] = {
+        "__metadata__": {"format": "draftmill", "version": "1", "kind": kind, "shard": str(number)}
+    }
+
+    def add(name: str, offset: int, length: int) -> None:
+        span = [offset - start, offset - start + length]
+        tensors[name] = {"dtype": "U8", "shape": [length], "data_offsets": span}
+
+    for item in found:
+        whole = item if isinstance(item, Record) else item.record
+        if whole is None:
+            # safetensors allows no holes, so bytes that are no record get a tensor of their own.
+            add(f"damaged@{item.offset}", item.offset, item.length)
+            continue
+        add(f"{whole.name}/record", whole.offset, whole.header_length)
+        at = whole.offset + whole.header_length
+        for payload in whole.payloads:
+            add(f"{whole.name}/{payload.name}", at, payload.length)
+            at += payload.length
+    return json.dumps(tensors, separators=(",", ":")).encode()
+
+
+def seal(path: Path, kind: Kind, number: int) -> Path:
+    """Turn an open shard into a valid safetensors file; can be repeated after a crash at any point.
+
+    The header is derived from the records alone. Returns the sealed file's path.
+    """
+    found = list(scan(path, number, verify=False))
+    file = files.File(path, f"{kind}.seal")
+    try:
+        start = data_start(file.read_at(_LENGTH.size, 0), file.size())
+        reserved = start - _LENGTH.size
+        header = header_for(kind, number, start, found)
+        if len(header) > reserved:
+            raise DamagedError(
+                f"its header needs {len(header)} bytes, {reserved} are reserved",
+                shard=path.name,
+                offset=0,
+            )
+        file.sync()
+        file.write_at(header.ljust(reserved), _LENGTH.size)
+        file.sync()
+    finally:
+        file.close()
+    sealed = shard_path(path.parent, number, sealed=True)
+    files.rename(path, sealed, f"{kind}.seal")
+    return sealed
+
+
+class ShardWriter:
+    """Appends records to the open shard of one kind and seals it when payload or header is full.
+
+    `next_number` must be above every number ever used, evicted ones included. A record larger than
+    `shard_bytes` gets a shard of its own. Not thread-safe: one writer, one thread.
+    """
+
+    def __init__(
+        self, folder: Path, kind: Kind, shard_bytes: int, *, next_number: int, resume: Path | None
+    ) -> None:
+        self.folder = folder
+        self.kind = kind
+        self.shard_bytes = shard_bytes
+        self.sealed: list[int] = []
+        self._next = next_number
+        self._file: files.File | None = None
+        self._number = -1
+        self._dirty = False
+        if resume is not None:
+            self._resume(resume)
+
+    def _resume(self, path: Path) -> None:
+        self._number = int(path.name.partition(".")[0])
+        self._file = files.File(path, self.kind)
+        self._end = self._file.size()
+        self._start = data_start(self._file.read_at(_LENGTH.size, 0), self._end)
+        self._entries = sum(_entry_bytes(found) for found in scan(path, self._number, verify=False))
+
+    def _open_next(self, entries: int) -> None:
+        path = shard_path(self.folder, self._next, sealed=False)
+        reserved = max(header_bytes_for(self.shard_bytes), entries + 2 * _SLACK_BYTES)
+        file = files.File(path, self.kind, create=True)
+        header = header_for(self.kind, self._next, _LENGTH.size + reserved, [])
+        try:
+            with files.disk_full_is_budget(path):
+                file.write_at(_LENGTH.pack(reserved) + header.ljust(reserved), 0)
+                file.sync()
+                files.sync_folder(self.folder, self.kind)
+        except BaseException:
+            file.close()
+            files.unlink(path, self.kind)
+            raise
+        self._file, self._number = file, self._next
+        self._start = self._end = _LENGTH.size + reserved
+        self._entries = 0
+        self._next += 1
+
+    def append(self, item: Draft) -> tuple[Record, Location]:
+        """Write one record (not yet synced) and say where it lies.
+
+        Raises BudgetError when the disk is full; the shard is as it was before then.
+        """
+        head_estimate = 1024 + 64 * len(item.payloads)
+        length = head_estimate + sum(len(data) for _, data in item.payloads)
+        entries = (1 + len(item.payloads)) * (_ENTRY_BYTES + 48)
+        if self._file is not None and self._end > self._start:
+            header_full = self._start - _LENGTH.size < self._entries + entries + _SLACK_BYTES
+            if header_full or self._end + length > self.shard_bytes:
+                self.seal()
+        if self._file is None:
+            self._open_next(entries)
+        assert self._file is not None
+        found, head = record.pack(item, self._number, self._end)
+        self._dirty = True
+        try:
+            with files.disk_full_is_budget(self._file.path):
+                at = self._end
+                self._file.write_at(head, at)
+                at += len(head)
+                for _, data in item.payloads:
+                    self._file.write_at(data, at)
+                    at += len(data)
+        except BudgetError:
+            self._file.truncate(self._end)
+            raise
+        location = Location(self._number, self._end, at - self._end)
+        self._end = at
+        self._entries += _entry_bytes(found)
+        return found, location
+
+    def sync(self) -> None:
+        """Make every appended record durable."""
+        if self._file is not None and self._dirty:
+            self._file.sync()
+            self._dirty = False
+
+    def seal(self) -> None:
+        """Seal the open shard, if there is one with records."""
+        if self._file is None or self._end == self._start:
+            return
+        path = self._file.path
+        self.sync()
+        self._file.close()
+        self._file = None
+        seal(path, self.kind, self._number)
+        self.sealed.append(self._number)
+
+    def close(self) -> None:
+        """Sync and close; the shard stays open on disk and is continued by the next writer."""
+        if self._file is not None:
+            self.sync()
+            self._file.close()
+            self._file = None
+
+
+def _entry_bytes(found: Record | Damage) -> int:
+    whole = found if isinstance(found, Record) else found.record
+    if whole is None:
+        return _ENTRY_BYTES + 32
+    names = [len(p.name) for p in whole.payloads] + [len("record")]
+    return sum(_ENTRY_BYTES + len(whole.name) + 1 + name for name in names)

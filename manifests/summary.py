@@ -1,0 +1,70 @@
+"""The figures of a dataset as `status --json` prints them; keys are documented and stable."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from draftmill.manifests import files
+from draftmill.manifests.manifest import Manifest
+from draftmill.manifests.types import STATES
+
+
+def summarize(
+    folder: Path,
+    manifest: Manifest,
+    *,
+    budget_bytes: int | None = None,
+    staging: Path | None = None,
+) -> dict[str, Any]:
+    """Rows per state, tokens, and where the bytes are. Sizes in bytes, measured now."""
+    states = dict(manifest.rows("SELECT state::VARCHAR, count(*) FROM state GROUP BY state"))
+    tokens = manifest.rows(
+        "SELECT coalesce(sum(prompt_tokens), 0)::BIGINT, "
+        "coalesce(sum(completion_tokens), 0)::BIGINT, "
+        "count(*) FILTER (finish_reason = 'length') "
+        "FROM state s JOIN attempts a ON a.id = s.id AND a.stage = 'generate' "
+        "AND a.attempt = s.generate_payload AND a.outcome = 'generated'"
+    )[0]
+    extracted, raw, stored, cut = manifest.rows(
+        "SELECT coalesce(sum(y.tokens), 0)::BIGINT, coalesce(sum(y.raw_bytes), 0)::BIGINT, "
+        "coalesce(sum(y.length), 0)::BIGINT, count(*) FILTER (y.tokens < g.tokens) "
+        "FROM state s JOIN payloads y ON y.id = s.id AND y.stage = 'extract' "
+        "AND y.attempt = s.extract_payload "
+        "LEFT JOIN payloads g ON g.id = s.id AND g.stage = 'generate' "
+        "AND g.attempt = s.generate_payload"
+    )[0]
+    hidden_states_bytes = files.folder_bytes(folder / "hidden_states")
+    staging_bytes = files.folder_bytes(staging) if staging is not None else 0
+    used = files.folder_bytes(folder)
+    if staging is not None and folder.resolve() not in staging.resolve().parents:
+        used += staging_bytes
+    free = shutil.disk_usage(folder).free
+    room = free if budget_bytes is None else max(0, min(free, budget_bytes - used))
+    samples = states.get("extracted", 0)
+    return {
+        "prompts": {"total": sum(states.values()), **{s: states.get(s, 0) for s in STATES}},
+        "tokens": {
+            "prompt": tokens[0],
+            "completion": tokens[1],
+            "extracted": extracted,
+        },
+        "truncated": tokens[2],
+        "cut_at_max_seq_len": cut,
+        "disk": {
+            "budget_bytes": budget_bytes,
+            "used_bytes": used,
+            "completions_bytes": files.folder_bytes(folder / "completions"),
+            "hidden_states_bytes": hidden_states_bytes,
+            "manifest_bytes": sum(
+                path.stat().st_size for path in folder.glob("manifest.*") if path.is_file()
+            ),
+            "staging_bytes": staging_bytes,
+            "free_bytes": free,
+            "bytes_per_token": round(stored / extracted, 1) if extracted else None,
+            "raw_bytes_per_token": round(raw / extracted, 1) if extracted else None,
+            "compression_ratio": round(raw / stored, 3) if stored else None,
+            "samples_that_still_fit": int(room // (stored / samples)) if stored else None,
+        },
+    }

@@ -1,0 +1,321 @@
+"""The single writer of a dataset.
+
+Owns the order of things: payloads written and synced, then one manifest transaction. The lock that
+makes it the only writer is left to `dataset`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from draftmill.manifests import files, record, schema
+from draftmill.manifests.errors import (
+    BudgetError,
+    DatasetError,
+    SettingsMismatch,
+)
+from draftmill.manifests.layout import Layout
+from draftmill.manifests.manifest import Manifest
+from draftmill.manifests.reader import ShardReader
+from draftmill.manifests.recovery import RecoveryReport, payload_rows
+from draftmill.manifests.shard import (
+    KIND_OF_STAGE,
+    KINDS,
+    STAGE_OF_KIND,
+    Kind,
+    ShardWriter,
+    is_open,
+    list_shards,
+)
+from draftmill.manifests.summary import summarize
+from draftmill.manifests.types import (
+    GeneratedSample,
+    Location,
+    PendingPrompt,
+    Prompt,
+    Result,
+    State,
+)
+
+_ADD_BATCH = 20_000
+_STATUS_EVERY_S = 2.0
+_SNAPSHOT_EVERY_S = 60.0
+DEFAULT_SHARD_BYTES = 1 << 30
+COMPLETION_SHARD_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AddReport:
+    """How many prompts were new, and how many the dataset (or the same source) had already."""
+
+    added: int = 0
+    known: int = 0
+
+
+class DatasetWriter:
+    """Everything that changes a dataset. Thread-safe by one lock; `commit` from one thread."""
+
+    def __init__(
+        self,
+        dataset: Layout,
+        manifest: Manifest,
+        recovery: RecoveryReport,
+        *,
+        shard_bytes: int = DEFAULT_SHARD_BYTES,
+        completion_shard_bytes: int = COMPLETION_SHARD_BYTES,
+        budget_bytes: int | None = None,
+        staging: Path | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.budget_bytes = budget_bytes
+        self.staging = staging
+        self.lock = threading.RLock()
+        self.manifest = manifest
+        self.recovery = recovery
+        self.shards = ShardReader(dataset.path)
+        sizes = {"completions": completion_shard_bytes, "hidden_states": shard_bytes}
+        self._writers: dict[Kind, ShardWriter] = {
+            kind: self._shard_writer(kind, sizes[kind]) for kind in KINDS
+        }
+        self._tags: dict[str, str] = {}
+        self._status_at = 0.0
+        self._snapshot_at = time.monotonic()
+        self._snapshot_took = 0.0
+
+    def _shard_writer(self, kind: Kind, shard_bytes: int) -> ShardWriter:
+        folder = self.dataset.path / kind
+        on_disk = list_shards(folder)
+        known = self.manifest.known_ends(STAGE_OF_KIND[kind])
+        last = max([*on_disk, *known, -1])
+        resume = on_disk.get(last)
+        return ShardWriter(
+            folder,
+            kind,
+            shard_bytes,
+            next_number=last + 1,
+            resume=resume if resume is not None and is_open(resume) else None,
+        )
+
+    def close(self) -> None:
+        """Publish a last snapshot and close; everything committed is durable already."""
+        with self.lock:
+            try:
+                self.publish(snapshot=True)
+            except (OSError, DatasetError):
+                # A full disk must not hide why the run ended; the last snapshot stays.
+                pass
+            for writer in self._writers.values():
+                writer.close()
+            self.shards.close()
+
+    # -- prompts -----------------------------------------------------------------------------
+
+    def add_prompts(self, prompts: Iterable[Prompt]) -> AddReport:
+        """Insert the prompts whose hash is new, as pending rows, in the order given."""
+        added = known = 0
+        batch: list[Prompt] = []
+        for prompt in prompts:
+            batch.append(prompt)
+            if len(batch) == _ADD_BATCH:
+                new = self._add_batch(batch)
+                added, known = added + new, known + len(batch) - new
+                batch = []
+        new = self._add_batch(batch)
+        return AddReport(added=added + new, known=known + len(batch) - new)
+
+    def _add_batch(self, batch: Sequence[Prompt]) -> int:
+        with self.lock:
+            unknown = self.manifest.unknown([prompt.hash for prompt in batch])
+            fresh: list[Prompt] = []
+            for prompt in batch:
+                if prompt.hash in unknown:
+                    unknown.discard(prompt.hash)
+                    fresh.append(prompt)
+            if not fresh:
+                return 0
+            first = self.manifest.max_id() + 1
+            rows = {
+                "id": list(range(first, first + len(fresh))),
+                **{
+                    name: [getattr(prompt, name) for prompt in fresh]
+                    for name in schema.PROMPT_FILE.names[1:]
+                },
+            }
+            numbers = [int(p.stem) for p in self.dataset.prompts_dir.glob("*.parquet")]
+            number = max([*numbers, *self.manifest.prompt_files(), -1]) + 1
+            path = self.dataset.prompt_file(number)
+            temporary = path.with_name(f".{path.name}.tmp")
+            with files.disk_full_is_budget(path):
+                # Small row groups: a claim of some hundred ids then reads little.
+                pq.write_table(
+                    pa.Table.from_pydict(rows, schema=schema.PROMPT_FILE),
+                    temporary,
+                    compression="zstd",
+                    row_group_size=2048,
+                )
+                files.publish(temporary, path, "prompts")
+            return self.manifest.insert_prompts(number, path)
+
+    # -- what is to do -----------------------------------------------------------------------
+
+    def pending(self, after_id: int, limit: int) -> list[PendingPrompt]:
+        """Pending prompts with ids above `after_id`, in id order, with their conversations."""
+        with self.lock:
+            rows = self.manifest.todo("pending", after_id, limit)
+            paths = [
+                self.dataset.prompt_file(number) for number in sorted({row[3] for row in rows})
+            ]
+            texts = self.manifest.conversations(paths, [row[0] for row in rows])
+        return [
+            PendingPrompt(
+                id=row[0], hash=row[1], source=row[2], conversation=texts[row[0]], attempts=row[4]
+            )
+            for row in rows
+        ]
+
+    def generated(self, after_id: int, limit: int) -> list[GeneratedSample]:
+        """Samples without hidden states, with ids above `after_id`, in id order."""
+        with self.lock:
+            rows = self.manifest.todo("generated", after_id, limit)
+        return [
+            GeneratedSample(
+                id=row[0],
+                hash=row[1],
+                source=row[2],
+                completion=self.shards.completion(Location(*row[5:8]), text=False),
+                digest=row[8],
+                attempts=row[4],
+            )
+            for row in rows
+        ]
+
+    def seal(self, kind: Kind) -> None:
+        """Seal the open shard of a kind now; the next record opens a new one."""
+        with self.lock:
+            self._writers[kind].seal()
+
+    # -- commits -----------------------------------------------------------------------------
+
+    def commit(self, results: Sequence[Result]) -> None:
+        """Make results durable: payloads written and synced, then one manifest transaction.
+
+        When the disk is full, what fitted is committed and BudgetError is raised for the rest,
+        whose rows stay as they were.
+        """
+        with self.lock:
+            full: BudgetError | None = None
+            attempts, records = [], []
+            for result in results:
+                stage = result.attempt.stage
+                if result.completion is not None or result.states is not None:
+                    item = record.draft(result, self._tag(stage))
+                    try:
+                        stored, _ = self._writers[KIND_OF_STAGE[stage]].append(item)
+                    except BudgetError as error:
+                        full = error
+                        continue
+                    records.append(stored)
+                attempts.append(result.attempt)
+            with files.disk_full_is_budget(self.dataset.path):
+                for writer in self._writers.values():
+                    writer.sync()
+            sealed = [(w.kind, n) for w in self._writers.values() for n in w.sealed]
+            self.manifest.commit(attempts, payload_rows(records), sealed)
+            for writer in self._writers.values():
+                writer.sealed.clear()
+            if full is not None:
+                raise full
+
+    def _tag(self, stage: str) -> str:
+        if stage not in self._tags:
+            self._tags[stage] = self.manifest.meta(f"fingerprint.{stage}") or ""
+        return self._tags[stage]
+
+    def control(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Append decisions of the generation controller."""
+        with self.lock:
+            self.manifest.add_control(rows)
+
+    def check_fingerprint(
+        self, stage: str, values: Mapping[str, Any], *, growable: Sequence[str] = ()
+    ) -> None:
+        """Refuse a run whose settings would mix two kinds of samples; stores them at first use.
+
+        Fields in `growable` may become larger (for example the completion limit), never smaller.
+        """
+        with self.lock:
+            key = f"settings.{stage}"
+            text = self.manifest.meta(key)
+            new = json.loads(json.dumps(dict(values)))
+            stored = new if text is None else json.loads(text)
+            wrong = [
+                f"{name} is {stored.get(name)!r} in the dataset and {new.get(name)!r} in this run"
+                for name in sorted({*stored, *new})
+                if stored.get(name) != new.get(name)
+                and not (name in growable and stored.get(name, 0) <= new.get(name, 0))
+            ]
+            if wrong:
+                raise SettingsMismatch(
+                    f"{self.dataset.path}: the {stage} stage was run with other settings: "
+                    + "; ".join(wrong)
+                    + ". Put the stored values back, or start a new dataset."
+                )
+            if text is None or stored != new:
+                tag = record.settings_tag(new)
+                with self.manifest.transaction("fingerprint"):
+                    self.manifest.set_meta(key, json.dumps(new, sort_keys=True))
+                    self.manifest.set_meta(f"fingerprint.{stage}", tag)
+                self._tags[stage] = tag
+
+    # -- what others see ---------------------------------------------------------------------
+
+    def count(self, state: State) -> int:
+        """Number of rows in `state`."""
+        with self.lock:
+            rows = self.manifest.rows("SELECT count(*) FROM state WHERE state = ?", [state])
+        return int(rows[0][0])
+
+    def summary(self) -> dict[str, Any]:
+        """The document of `status --json`, measured now."""
+        with self.lock:
+            return summarize(
+                self.dataset.path,
+                self.manifest,
+                budget_bytes=self.budget_bytes,
+                staging=self.staging,
+            )
+
+    def publish(self, *, running: Mapping[str, Any] | None = None, snapshot: bool = False) -> None:
+        """Rewrite status.json and manifest.parquet when they are due (`snapshot`: now).
+
+        `running` says what this process does, for `status` in other processes.
+        """
+        with self.lock:
+            now = time.monotonic()
+            if snapshot or now - self._status_at >= _STATUS_EVERY_S:
+                document = {**self.summary(), "time": time.time(), "pid": os.getpid()}
+                document["running"] = dict(running) if running is not None else None
+                files.write_atomic(self.dataset.status_path, json.dumps(document), "status")
+                self._status_at = time.monotonic()
+            # A large manifest takes seconds to copy: never more than a twentieth of the time.
+            due = max(_SNAPSHOT_EVERY_S, 20 * self._snapshot_took)
+            if snapshot or now - self._snapshot_at >= due:
+                temporary = self.dataset.path / ".manifest.parquet.tmp"
+                self.manifest.write_snapshot(temporary)
+                files.publish(temporary, self.dataset.snapshot_path, "snapshot")
+                self._snapshot_at = time.monotonic()
+                self._snapshot_took = self._snapshot_at - now
+
+    def used_bytes(self) -> int:
+        """Bytes of all files in the dataset folder now."""
+        return files.folder_bytes(self.dataset.path)

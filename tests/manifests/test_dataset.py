@@ -1,0 +1,251 @@
+"""The writer and readers of a dataset: adding, committing, retrying, evicting, verifying."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from draftmill.manifests import maintenance
+from draftmill.manifests.dataset import Dataset
+from draftmill.manifests.errors import DatasetError, LockedError, SettingsMismatch
+from draftmill.manifests.manifest import Manifest
+from draftmill.manifests.verify import verify
+from tests.manifests import workload
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    return Dataset.create(tmp_path / "dataset", "")
+
+
+@pytest.fixture
+def full(dataset: Dataset, tmp_path: Path) -> Dataset:
+    workload.run(dataset.path, workload.Journal(tmp_path / "journal"))
+    return dataset
+
+
+def states_of(dataset: Dataset) -> dict[str, int]:
+    with dataset.reader() as reader:
+        return {k: v for k, v in reader.summary()["prompts"].items() if v}
+
+
+def test_adding_twice_adds_nothing_and_longer_files_add_the_difference(dataset: Dataset) -> None:
+    with dataset.writer() as writer:
+        assert writer.add_prompts(workload.prompts(5)).added == 5
+        report = writer.add_prompts(workload.prompts(5) + workload.prompts(7))
+        assert (report.added, report.known) == (2, 10)
+        rows = writer.pending(0, 100)
+    assert [row.id for row in rows] == [1, 2, 3, 4, 5, 6, 7]
+    assert json.loads(rows[6].conversation)["messages"][0]["content"] == "question 6"
+
+
+def test_create_refuses_folders_with_something_else(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DatasetError, match="not empty"):
+        Dataset.create(tmp_path, "")
+    with pytest.raises(DatasetError, match="draftmill init"):
+        Dataset.open(tmp_path)
+
+
+def test_pending_rows_come_in_pages(dataset: Dataset) -> None:
+    with dataset.writer() as writer:
+        writer.add_prompts(workload.prompts(10))
+        assert [row.id for row in writer.pending(4, 3)] == [5, 6, 7]
+        assert writer.pending(10, 3) == []
+
+
+def test_summary_counts_rows_tokens_and_bytes(full: Dataset) -> None:
+    with full.reader() as reader:
+        found = reader.summary()
+        rows = reader.extracted().to_pylist()
+    assert found["prompts"] == {
+        "total": 14,
+        "pending": 0,
+        "generated": 0,
+        "timed_out": 1,
+        "failed": 0,
+        "rejected": 1,
+        "extracted": 12,
+    }
+    wanted = [workload.completion_of(n) for n in range(1, 15) if n not in (5, 9)]
+    assert found["tokens"]["prompt"] == sum(len(c.prompt_token_ids) for c in wanted)
+    assert found["tokens"]["completion"] == sum(len(c.completion_token_ids) for c in wanted)
+    assert found["tokens"]["extracted"] == sum(len(c.token_ids) for c in wanted)
+    assert found["truncated"] == sum(c.finish_reason == "length" for c in wanted)
+    files = [p for p in full.path.rglob("*") if p.is_file()]
+    assert found["disk"]["used_bytes"] == sum(p.stat().st_size for p in files)
+    assert [row["id"] for row in rows] == [n for n in range(1, 15) if n not in (5, 9)]
+
+
+def test_a_second_writer_is_refused_with_the_pid_of_the_first(full: Dataset) -> None:
+    with full.writer(), pytest.raises(LockedError, match=str(os.getpid())) as caught:
+        with full.writer():
+            raise AssertionError("a second writer got in")
+    assert caught.value.pid == os.getpid()
+
+
+def _hold(path: Path, ready, done) -> None:  # runs in a process of its own
+    with Dataset(path).writer(**workload.SIZES) as writer:
+        writer.publish(snapshot=True, running={"stage": "test"})
+        ready.set()
+        done.wait(30)
+
+
+def test_readers_work_while_another_process_writes(full: Dataset) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready, done = context.Event(), context.Event()
+    process = context.Process(target=_hold, args=(full.path, ready, done))
+    process.start()
+    try:
+        assert ready.wait(60)
+        with full.reader() as reader:
+            assert reader.writer_pid == process.pid
+            assert reader.summary()["running"] == {"stage": "test"}
+            assert reader.extracted().num_rows == 12
+            assert reader.sql("SELECT count(*) AS n FROM attempts").to_pylist()[0]["n"] == 26
+            states = reader.sql("SELECT DISTINCT state FROM samples").num_rows
+        assert states == 3
+    finally:
+        done.set()
+        process.join(30)
+
+
+def test_settings_that_changed_are_named(dataset: Dataset) -> None:
+    with dataset.writer() as writer:
+        writer.check_fingerprint("generate", {"model": "a", "limit": 10}, growable=("limit",))
+        writer.check_fingerprint("generate", {"model": "a", "limit": 20}, growable=("limit",))
+        with pytest.raises(SettingsMismatch, match="model is 'a' in the dataset and 'b'"):
+            writer.check_fingerprint("generate", {"model": "b", "limit": 20}, growable=("limit",))
+        with pytest.raises(SettingsMismatch, match=r"limit is 20 .* and 10"):
+            writer.check_fingerprint("generate", {"model": "a", "limit": 10}, growable=("limit",))
+
+
+def test_retry_keeps_history_and_the_old_completion(full: Dataset) -> None:
+    with full.writer(**workload.SIZES) as writer:
+        ids = maintenance.select(writer, states=["timed_out", "rejected"])
+        assert ids == [5, 9]
+        assert maintenance.select(writer, states=["timed_out"], error_class="Other") == []
+        assert maintenance.select(writer, states=["timed_out"], error_class="Test") == [5]
+        assert maintenance.retry(writer, ids) == 2
+        truncated = maintenance.select(writer, truncated=True)
+        assert truncated == [4, 8, 12]
+        maintenance.retry(writer, truncated)
+    assert states_of(full) == {"total": 14, "pending": 5, "extracted": 9}
+    with full.reader() as reader:
+        old = reader.sql("SELECT generate_payload FROM samples WHERE id = 4").to_pylist()
+        history = reader.sql("SELECT outcome FROM attempts WHERE id = 5 ORDER BY started_at")
+    assert old == [{"generate_payload": 1}]
+    assert history.column("outcome").to_pylist() == ["timed_out", "retried"]
+
+
+def test_a_new_completion_makes_old_hidden_states_worthless(full: Dataset) -> None:
+    with full.writer(**workload.SIZES) as writer:
+        maintenance.retry(writer, [4])
+        [prompt] = writer.pending(0, 10)
+        writer.commit([workload.generate_result(prompt)])
+        [sample] = writer.generated(0, 10)
+        assert sample.id == 4
+    full.manifest_path.unlink()
+    with full.writer(**workload.SIZES) as writer:
+        assert [sample.id for sample in writer.generated(0, 10)] == [4]
+
+
+def test_evict_frees_whole_shards_and_keeps_completions(full: Dataset) -> None:
+    with full.writer(**workload.SIZES) as writer:
+        shards, rows, freed = maintenance.evict(writer, 1)
+        assert shards == 1
+        assert freed > 1
+        assert rows >= 1
+    assert states_of(full)["generated"] == rows
+    full.manifest_path.unlink()
+    with full.writer(**workload.SIZES) as writer:  # not adopted, not missed, not numbered again
+        assert not writer.recovery.reverted
+        workload.extract(writer, workload.Journal(full.path.parent / "journal2"))
+    assert states_of(full)["extracted"] == 12
+    with full.writer(**workload.SIZES) as writer:
+        maintenance.evict(writer, None)
+    assert list(full.hidden_states_dir.iterdir()) == []
+    assert states_of(full) == {"total": 14, "generated": 12, "timed_out": 1, "rejected": 1}
+
+
+def test_lost_payloads_put_rows_back(full: Dataset) -> None:
+    first = sorted(full.completions_dir.glob("*.safetensors"))[0]
+    first.unlink()
+    with full.writer(**workload.SIZES) as writer:
+        assert writer.recovery.reverted >= 1
+        count = len(writer.pending(0, 100))
+        assert count == writer.recovery.reverted
+        workload.generate(writer, workload.Journal(full.path.parent / "journal2"))
+        workload.extract(writer, workload.Journal(full.path.parent / "journal2"))
+    assert states_of(full)["extracted"] == 12
+
+
+@pytest.mark.parametrize("what", ["garbage", "empty", "wal"])
+def test_a_damaged_manifest_is_moved_aside_and_rebuilt(full: Dataset, what: str) -> None:
+    if what == "wal":
+        full.manifest_path.with_name("manifest.duckdb.wal").write_bytes(b"\x07" * 4096)
+    else:
+        full.manifest_path.write_bytes(b"" if what == "empty" else b"junk" * 5000)
+    with full.writer(**workload.SIZES) as writer:
+        assert writer.summary()["prompts"]["extracted"] == 12
+        assert writer.pending(0, 100) == []
+    assert states_of(full)["extracted"] == 12
+
+
+def test_a_moved_dataset_still_works(full: Dataset, tmp_path: Path) -> None:
+    moved = full.path.rename(tmp_path / "elsewhere")
+    assert states_of(Dataset.open(moved))["extracted"] == 12
+
+
+def test_the_snapshot_holds_what_the_database_holds(full: Dataset) -> None:
+    query = "SELECT * FROM {} ORDER BY ALL"
+    live = Manifest(full.manifest_path, read_only=True)
+    restored = Manifest(None)
+    restored.load_snapshot(full.snapshot_path)
+    for table in ("prompts", "state", "attempts", "payloads", "shards", "meta"):
+        assert live.rows(query.format(table)) == restored.rows(query.format(table)), table
+
+
+def test_verify_finds_what_is_damaged_and_repair_puts_it_back(full: Dataset) -> None:
+    with full.reader() as reader:
+        clean = verify(full.path, reader.manifest, deep=False)
+    assert clean.ok
+    assert clean.samples_checked == 24
+    victim = sorted(full.hidden_states_dir.glob("*.safetensors"))[1]
+    content = bytearray(victim.read_bytes())
+    content[-10] ^= 4
+    victim.write_bytes(content)
+    header = sorted(full.completions_dir.glob("*.safetensors"))[0]
+    content = bytearray(header.read_bytes())
+    content[40] ^= 1
+    header.write_bytes(content)
+    with full.writer(**workload.SIZES) as writer:
+        report = verify(full.path, writer.manifest)
+        assert sorted(f.shard.split("/")[0] for f in report.damaged) == [
+            "completions",
+            "hidden_states",
+        ]
+        damaged = next(f for f in report.damaged if f.stage == "extract")
+        assert damaged.sample is not None
+        assert maintenance.repair(writer, report) == 2
+        assert [sample.id for sample in writer.generated(0, 9)] == [damaged.sample]
+        again = verify(full.path, writer.manifest)
+    assert again.damaged == []
+    assert [fault.shard for fault in again.unused] == [damaged.shard]
+
+
+def test_publish_is_rate_limited_and_forced_when_asked(dataset: Dataset) -> None:
+    with dataset.writer() as writer:
+        writer.add_prompts(workload.prompts(3))
+        writer.publish()
+        first = json.loads(dataset.status_path.read_text())["time"]
+        writer.publish()
+        assert json.loads(dataset.status_path.read_text())["time"] == first
+        time.sleep(0.01)
+        writer.publish(snapshot=True)
+        assert json.loads(dataset.status_path.read_text())["time"] > first
