@@ -1,0 +1,389 @@
+"""The one door to openai and tenacity: requests to a target server, and the one retry layer.
+
+Maps every failure of the transport and every HTTP status to draftmill's errors. When to ask, whom,
+and how long to wait for the answer is left to the stages; what a reply must hold, to `replies`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import ssl
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+import httpx2
+import openai
+import tenacity
+
+from draftmill.builder.failures import (
+    ConnectionCutError,
+    GarbledReplyError,
+    OverloadedError,
+    ServerFailedError,
+)
+from draftmill.builder.metrics import ServerLoad, parse_metrics
+from draftmill.builder.replies import (
+    PROBE_CONVERSATION,
+    completion_of_reply,
+    json_of,
+    rebuilt_completion,
+)
+from draftmill.builder.retry_policy import RetryPolicy
+from draftmill.manifests.errors import (
+    PermanentError,
+    ServerError,
+    TimedOutError,
+    TransientError,
+    UnreachableError,
+)
+from draftmill.manifests.types import Completion, TokenIds
+
+T = TypeVar("T")
+
+# vLLM closes idle connections after 5 s; one that is reused at that instant fails a request.
+KEEPALIVE_S = 3.0
+CONNECT_S = 10.0
+SHORT_CALL_S = 15.0
+PROBE_S = 120.0
+MAX_CONNECTIONS = 8192
+TRANSIENT_STATUS = {408, 409, 425, 429}
+PERMANENT_SERVER_STATUS = {501, 505}
+TELEMETRY_HEADERS = (
+    "X-Stainless-Arch",
+    "X-Stainless-Async",
+    "X-Stainless-Lang",
+    "X-Stainless-OS",
+    "X-Stainless-Package-Version",
+    "X-Stainless-Runtime",
+    "X-Stainless-Runtime-Version",
+    "x-stainless-read-timeout",
+)
+# The server as a whole is wrong, not this request: no row may pay for it.
+WRONG_SERVER_STATUS = {401, 403, 404}
+
+
+async def retried(
+    call: Callable[[], Awaitable[T]],
+    policy: RetryPolicy,
+    before_wait: Callable[[int, TransientError, float], Awaitable[None]],
+) -> T:
+    """Runs `call` until it succeeds, fails for good or its tries are used up.
+
+    `before_wait(tries so far, error, seconds to wait)` is awaited before each wait; the last
+    error is raised as it is. This is the only retry layer.
+    """
+
+    def exception(state: tenacity.RetryCallState) -> BaseException:
+        assert state.outcome is not None
+        error = state.outcome.exception()
+        assert error is not None
+        return error
+
+    try:
+        return await call()
+    except TransientError as error:
+        failed: TransientError | None = error
+
+    async def again() -> T:
+        # the machinery costs as much as parsing a reply: only those that failed once enter it
+        nonlocal failed
+        if failed is not None:
+            first, failed = failed, None
+            raise first
+        return await call()
+
+    async def before_sleep(state: tenacity.RetryCallState) -> None:
+        error = exception(state)
+        assert isinstance(error, TransientError)
+        await before_wait(state.attempt_number, error, state.upcoming_sleep)
+
+    retrying = tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception_type(TransientError),
+        stop=lambda state: state.attempt_number >= policy.tries_for(exception(state)),
+        wait=lambda state: policy.wait_s(state.attempt_number, exception(state)),
+        before_sleep=before_sleep,
+        reraise=True,
+    )
+    return await retrying(again)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """One entry of /v1/models."""
+
+    id: str
+    max_model_len: int | None
+
+
+class TargetClient:
+    """One server. `connect` first; `model` is then the name that requests carry."""
+
+    def __init__(self, url: str, *, model: str | None = None) -> None:
+        self.url, self._root = split_url(url)
+        self.model = model or ""
+        self.max_model_len: int | None = None
+        self._has_tokenize: bool | None = None
+        parts = urlsplit(self.url)
+        # without TLS no time is spent on reading certificates; such a context trusts nobody
+        bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if parts.scheme == "http" else True
+        self._openai = openai.AsyncOpenAI(
+            base_url=self.url,
+            api_key=os.environ.get("DRAFTMILL_API_KEY")
+            or os.environ.get("OPENAI_API_KEY")
+            or "none",
+            max_retries=0,
+            # what the SDK tells of this machine costs a fifth of a request's processor time
+            default_headers=dict.fromkeys(TELEMETRY_HEADERS, openai.Omit()),  # type: ignore[arg-type]
+            http_client=openai.DefaultAioHttpClient(
+                # deadlines are the stage's: it revises them while requests are in flight
+                timeout=httpx2.Timeout(None, connect=CONNECT_S),
+                limits=httpx2.Limits(
+                    max_connections=MAX_CONNECTIONS,
+                    max_keepalive_connections=MAX_CONNECTIONS,
+                    keepalive_expiry=KEEPALIVE_S,
+                ),
+                verify=bare,
+                # a proxy from the environment never knows the way to this very machine
+                trust_env=parts.hostname not in ("localhost", "127.0.0.1", "::1"),
+            ),
+        )
+
+    async def __aenter__(self) -> TargetClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close all connections; requests in flight are aborted on the server."""
+        await self._openai.close()
+
+    # -- what the server is ----------------------------------------------------------------------
+
+    async def connect(self) -> ServedModel:
+        """Checks that the server answers and serves the model; ServerError in one line if not.
+
+        Without a model name the only one served is taken.
+        """
+        try:
+            models = await self.models()
+        except UnreachableError as error:
+            raise ServerError(
+                f"no server answers at {self.url} ({error}). Start one or correct --url."
+            ) from error
+        except (TransientError, PermanentError) as error:
+            raise ServerError(
+                f"{self.url} is not an OpenAI-compatible server that can be used: {error}"
+            ) from error
+        return self.choose(models)
+
+    def choose(self, models: Sequence[ServedModel]) -> ServedModel:
+        """The model to ask for out of those served; ServerError names them if it is not there."""
+        served = ", ".join(each.id for each in models) or "none"
+        if not self.model and len(models) == 1:
+            self.model = models[0].id
+        for each in models:
+            if each.id == self.model:
+                self.max_model_len = each.max_model_len
+                return each
+        if not self.model:
+            raise ServerError(f"{self.url} serves several models ({served}); name one of them.")
+        raise ServerError(f"{self.url} does not serve {self.model!r}; it serves: {served}.")
+
+    async def models(self) -> list[ServedModel]:
+        """What /v1/models lists."""
+        data = json_of(await self._get("/models"))
+        try:
+            return [
+                ServedModel(id=str(each["id"]), max_model_len=each.get("max_model_len"))
+                for each in data["data"]
+            ]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PermanentError(f"{self.url}/models does not list models") from error
+
+    async def healthy(self) -> bool:
+        """Whether the server answers and does not call itself broken."""
+        try:
+            await self._get(f"{self._root}/health")
+        except (PermanentError, ServerError):
+            return True  # it has no such page, but it is there
+        except TransientError:
+            return False
+        return True
+
+    async def metrics(self) -> ServerLoad | None:
+        """The server's load from /metrics; None if it has none."""
+        text = await self.metrics_text()
+        return None if text is None else parse_metrics(text)
+
+    async def metrics_text(self) -> str | None:
+        """The text of /metrics; None if the server has none."""
+        try:
+            return (await self._get(f"{self._root}/metrics")).decode(errors="replace")
+        except (PermanentError, ServerError):
+            return None
+
+    async def probe_token_ids(self, timeout_s: float = PROBE_S) -> list[int]:
+        """Prompt token ids of a fixed conversation: they change with template or tokenizer.
+
+        Generates one token, so an answer also shows that the server works.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await self.chat(PROBE_CONVERSATION, sampling={}, max_tokens=1)
+        except TimeoutError:
+            raise TimedOutError(
+                f"{self.url} did not answer a request for one token within {timeout_s:.0f} s"
+            ) from None
+        return [int(each) for each in reply.prompt_token_ids]
+
+    # -- requests --------------------------------------------------------------------------------
+
+    async def chat(
+        self, conversation: str, *, sampling: Mapping[str, Any], max_tokens: int | None
+    ) -> Completion:
+        """One completion of a conversation (canonical JSON object with `messages`), not streamed.
+
+        Waits for ever: the caller cancels. Raises TransientError, PermanentError (the server's
+        own words) or ServerError (this server answers no such request at all).
+        """
+        parameters: dict[str, Any] = {"model": self.model, "return_token_ids": True, **sampling}
+        if max_tokens is not None:
+            parameters["max_completion_tokens"] = max_tokens
+        # both are JSON objects: joining the texts spares parsing and rendering the messages
+        body = f"{conversation[:-1]},{json.dumps(parameters)[1:]}"
+        reply = json_of(await self._post("/chat/completions", body))
+        completion = completion_of_reply(reply)
+        if completion is None:
+            completion = await rebuilt_completion(reply, conversation, self.tokenize)
+        return completion
+
+    async def prefill(
+        self, token_ids: TokenIds | Sequence[int], *, request_id: str | None = None
+    ) -> str | None:
+        """Has the server compute one prompt; returns `hidden_states_path` as the server names it.
+
+        None if the reply names none. `request_id` becomes part of the file's name.
+        """
+        ids = (
+            [int(each) for each in token_ids]
+            if isinstance(token_ids, Sequence)
+            else (token_ids.tolist())
+        )
+        body = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
+        headers = None if request_id is None else {"X-Request-Id": request_id}
+        reply = json_of(await self._post("/completions", json.dumps(body), headers))
+        parameters = reply.get("kv_transfer_params") if isinstance(reply, dict) else None
+        path = parameters.get("hidden_states_path") if isinstance(parameters, dict) else None
+        return path if isinstance(path, str) else None
+
+    async def tokenize(self, request: Mapping[str, Any]) -> list[int] | None:
+        """Ids from vLLM's /tokenize for {"messages": …} or {"prompt": …}; None if it has none."""
+        if self._has_tokenize is False:
+            return None
+        body = json.dumps({"model": self.model, **request})
+        try:
+            async with asyncio.timeout(SHORT_CALL_S):
+                reply = json_of(await self._post(f"{self._root}/tokenize", body))
+        except TimeoutError:
+            raise ServerFailedError(f"{self._root}/tokenize did not answer") from None
+        except ServerError:
+            self._has_tokenize = False
+            return None
+        self._has_tokenize = True
+        try:
+            return [int(each) for each in reply["tokens"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise GarbledReplyError(f"{self._root}/tokenize returned no ids") from error
+
+    # -- transport -------------------------------------------------------------------------------
+
+    async def _get(self, path: str) -> bytes:
+        try:
+            async with asyncio.timeout(SHORT_CALL_S):
+                response = await self._openai.get(path, cast_to=httpx2.Response)
+        except TimeoutError:
+            raise UnreachableError(f"no answer within {SHORT_CALL_S:.0f} s") from None
+        except openai.APIError as error:
+            raise self._mapped(error) from error
+        return response.content
+
+    async def _post(self, path: str, body: str, headers: Mapping[str, str] | None = None) -> bytes:
+        try:
+            response = await self._openai.post(
+                path,
+                cast_to=httpx2.Response,
+                content=body.encode(),
+                options={"headers": headers} if headers else {},
+            )
+        except openai.APIError as error:
+            raise self._mapped(error) from error
+        return response.content
+
+    def _mapped(self, error: openai.APIError) -> Exception:
+        if isinstance(error, openai.APIStatusError):
+            return self._status_error(error)
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+                return UnreachableError(_words(cause))
+            if isinstance(
+                cause, aiohttp.InvalidURL | httpx2.UnsupportedProtocol | httpx2.InvalidURL
+            ):
+                return ServerError(f"{self.url} is not a URL that can be asked: {_words(cause)}")
+            if isinstance(cause, aiohttp.ClientError):
+                return ConnectionCutError(f"connection to {self.url} cut: {_words(cause)}")
+            cause = cause.__cause__
+        return ConnectionCutError(f"request to {self.url} failed: {_words(error)}")
+
+    def _status_error(self, error: openai.APIStatusError) -> Exception:
+        status = error.status_code
+        words = f"HTTP {status}: {_server_words(error)}"
+        if status in (429, 503):
+            return OverloadedError(words, http_status=status, retry_after_s=_retry_after_s(error))
+        if status in WRONG_SERVER_STATUS:
+            hint = " Set DRAFTMILL_API_KEY." if status in (401, 403) else ""
+            return ServerError(f"{self.url} answers {words}{hint}")
+        if status in TRANSIENT_STATUS or (status >= 500 and status not in PERMANENT_SERVER_STATUS):
+            return ServerFailedError(words, http_status=status, retry_after_s=_retry_after_s(error))
+        return PermanentError(words, http_status=status)
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """(API base ending in /v1, server root) of what a person typed."""
+    text = url if "://" in url else f"http://{url}"
+    text = text.rstrip("/")
+    try:
+        parts = urlsplit(text)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ServerError(f"{url!r} is not a server URL; expected http://HOST:PORT/v1")
+    if not parts.path:
+        text += "/v1"
+    return text, text.removesuffix("/v1")
+
+
+def _words(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _server_words(error: openai.APIStatusError) -> str:
+    """The server's own message, on one line."""
+    body = error.body
+    message = body.get("message") if isinstance(body, dict) else None
+    text = message if isinstance(message, str) else error.response.text
+    return " ".join(text.split())[:600] or error.response.reason_phrase
+
+
+def _retry_after_s(error: openai.APIStatusError) -> float | None:
+    try:
+        return min(3600.0, max(0.0, float(error.response.headers.get("retry-after", ""))))
+    except ValueError:
+        return None

@@ -1,0 +1,345 @@
+"""The extract stage: hidden states of every generated sample, checked and stored within the budget.
+
+Owns which samples are claimed and how the stage ends. One sample's way is `extract_sample`'s,
+commits are `commit`'s, room is `budget`'s, staged files are `staging`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from draftmill.builder.budget import Budget
+from draftmill.builder.client import TargetClient
+from draftmill.builder.commit import Committer
+from draftmill.builder.extract_sample import SampleRunner
+from draftmill.builder.extract_servers import ExtractServers
+from draftmill.builder.extract_settings import ExtractSettings
+from draftmill.builder.intake import Layers
+from draftmill.builder.leftovers import Leftovers
+from draftmill.builder.progress import OnProgress, Progress, StageReport
+from draftmill.builder.staging import Staging
+from draftmill.builder.stop import StopSignals
+from draftmill.manifests.errors import BudgetError, ServerError
+from draftmill.manifests.layout import Layout
+from draftmill.manifests.types import GeneratedSample, Result, State
+
+__all__ = ["ExtractSettings", "ExtractWriter", "Layers", "extract"]
+
+log = logging.getLogger(__name__)
+
+PAGE_ROWS = 64
+RATE_S = 60.0
+SHOW_S = 2.0
+# How long the last files of requests that were given up are waited for.
+LAST_SWEEP_S = 3.0
+_BAD = ("rejected", "failed", "timed_out")
+
+
+class ExtractWriter(Protocol):
+    """The part of a dataset writer that this stage uses, from the committer's thread."""
+
+    dataset: Layout
+
+    def generated(self, after_id: int, limit: int) -> list[GeneratedSample]: ...
+    def count(self, state: State) -> int: ...
+    def commit(self, results: Sequence[Result]) -> None: ...
+    def publish(self, *, running: Mapping[str, Any] | None = None) -> None: ...
+    def check_fingerprint(self, stage: str, values: Mapping[str, Any]) -> None: ...
+
+
+async def extract(
+    writer: ExtractWriter,
+    settings: ExtractSettings,
+    urls: Sequence[str],
+    *,
+    model: str | None,
+    layers: Layers,
+    staging: Path,
+    budget: Budget,
+    on_progress: OnProgress | None = None,
+) -> StageReport:
+    """Extracts until no row is `generated`, the budget is full, a signal comes or nothing helps.
+
+    `layers` are those that the server was started with, the last one included. Raises ServerError,
+    SettingsMismatch or ConfigError before the first request when servers, settings or the staging
+    folder do not fit. A first SIGINT or SIGTERM keeps what arrives within a short grace, a second
+    ends at once. Rows in flight stay `generated`.
+    """
+    begun = time.monotonic()
+    with StopSignals() as signals:
+        stage = _Stage(writer, settings, layers, budget, on_progress)
+        try:
+            await stage.run(urls, model, staging, signals)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not signals.forced or task is None:
+                raise
+            task.uncancel()
+            stage.report.interrupted = True
+    stage.report.seconds = time.monotonic() - begun
+    return stage.report
+
+
+class _Stage:
+    def __init__(
+        self,
+        writer: ExtractWriter,
+        settings: ExtractSettings,
+        layers: Layers,
+        budget: Budget,
+        on_progress: OnProgress | None,
+    ) -> None:
+        self.report = StageReport(stage="extract")
+        self._writer = writer
+        self._settings = settings
+        self._layers = layers
+        self._budget = budget
+        self._on_progress = on_progress
+        self._progress = Progress(stage="extract", budget_bytes=budget.limit_bytes)
+        self._committer = Committer(_Publisher(self), on_committed=self._committed)
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._halted = asyncio.Event()
+        self._error: BaseException | None = None
+        self._rates: deque[tuple[float, int, int]] = deque()
+        self._bad_in_a_row: list[Result] = []
+        if budget.staging_limit_bytes is None:
+            budget.staging_limit_bytes = settings.staging_bytes
+
+    async def run(
+        self, urls: Sequence[str], model: str | None, folder: Path, signals: StopSignals
+    ) -> None:
+        settings = self._settings
+        async with AsyncExitStack() as stack:
+            staging = Staging(folder, self._writer.dataset.path)
+            stack.callback(staging.close)
+            servers = ExtractServers(
+                [TargetClient(url, model=model) for url in dict.fromkeys(urls)],
+                concurrency=settings.concurrency,
+                max_tokens=settings.max_in_flight_tokens,
+                timeout_s=settings.request_timeout_s,
+                note=self._note,
+            )
+            stack.push_async_callback(servers.aclose)
+            served = await servers.connect()
+            num_threads = settings.encode_threads or min(8, os.cpu_count() or 1)
+            threads = ThreadPoolExecutor(num_threads, thread_name_prefix="draftmill-encode")
+            stack.callback(threads.shutdown)
+            leftovers = Leftovers(
+                staging, max_age_s=settings.orphan_age_s, forget_s=settings.lock_timeout_s
+            )
+            # What a run that died has left is nobody's; it must not count against this one.
+            leftovers.sweep()
+            runner = SampleRunner(
+                servers=servers,
+                staging=staging,
+                leftovers=leftovers,
+                budget=self._budget,
+                layers=self._layers,
+                settings=settings,
+                threads=threads,
+                num_threads=num_threads,
+                deliver=self._deliver,
+                on_wait=self._committer.kick,
+            )
+            try:
+                await self._commit_all(runner, served, signals)
+            except BudgetError as error:
+                self._over_budget(error)
+            finally:
+                leftovers.live.clear()
+                leftovers.sweep()
+            if not signals.forced:
+                await leftovers.finish(LAST_SWEEP_S)
+
+    async def _commit_all(self, runner: SampleRunner, served: str, signals: StopSignals) -> None:
+        async with self._committer:
+            layers = self._layers
+            settings = self._settings.fingerprint(served, layers.layer_ids, layers.hidden_size)
+            await self._committer.call(self._writer.check_fingerprint, "extract", settings)
+            self._progress.total = await self._committer.call(self._writer.count, "generated")
+            background = [
+                asyncio.create_task(runner.leftovers.watch()),
+                asyncio.create_task(self._tell()),
+            ]
+            try:
+                await self._work(runner, signals)
+            finally:
+                for task in (*background, *self._jobs):
+                    task.cancel()
+                await asyncio.gather(*background, *self._jobs, return_exceptions=True)
+            if self._error is not None:
+                raise self._error
+            if self.report.stopped is None:
+                await self._release_bad()
+
+    # -- claiming --------------------------------------------------------------------------------
+
+    async def _work(self, runner: SampleRunner, signals: StopSignals) -> None:
+        """Until all is done; or until something stops it, and then what is in flight."""
+        working = asyncio.create_task(self._dispatch(runner))
+        halted = asyncio.create_task(self._halted.wait())
+        asked = asyncio.create_task(signals.requested.wait())
+        try:
+            await asyncio.wait((working, halted, asked), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                await working
+                return
+            working.cancel()
+            if not asked.done() and self.report.over_budget:
+                # They have their room already.
+                await self._wait_for_jobs((asked,), None)
+            if asked.done():
+                self.report.interrupted = True
+                await self._wait_for_jobs((), self._settings.stop_grace_s)
+        finally:
+            for task in (working, halted, asked):
+                task.cancel()
+            await asyncio.gather(working, halted, asked, return_exceptions=True)
+
+    async def _wait_for_jobs(self, until: Collection[Any], timeout_s: float | None) -> None:
+        if not self._jobs:
+            return
+        all_done = asyncio.create_task(asyncio.wait(self._jobs))
+        await asyncio.wait(
+            (all_done, *until), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        all_done.cancel()
+
+    async def _dispatch(self, runner: SampleRunner) -> None:
+        """Starts a job for every generated row, in id order, as slots become free.
+
+        The cursor is all that is remembered: what is in flight is `generated` for the next run.
+        """
+        slots = asyncio.Semaphore(self._settings.concurrency * len(runner.servers.servers))
+        cursor = 0
+        while page := await self._committer.call(self._writer.generated, cursor, PAGE_ROWS):
+            for sample in page:
+                await slots.acquire()
+                job = asyncio.create_task(self._job(runner, sample, slots))
+                self._jobs.add(job)
+                job.add_done_callback(self._jobs.discard)
+            cursor = page[-1].id
+        while self._jobs:
+            await asyncio.wait(self._jobs)
+
+    async def _job(
+        self, runner: SampleRunner, sample: GeneratedSample, slots: asyncio.Semaphore
+    ) -> None:
+        try:
+            await runner.run(sample)
+        except BudgetError as error:
+            self._over_budget(error)
+        except ServerError as error:
+            self._halt(str(error))
+        except Exception as error:
+            self._error = self._error or error
+            self._halted.set()
+        finally:
+            slots.release()
+
+    # -- results ---------------------------------------------------------------------------------
+
+    async def _deliver(
+        self, result: Result, payload_bytes: int, then: Callable[[], None] | None
+    ) -> None:
+        """To the committer; but what is bad is held back until something good comes after it.
+
+        A server with the wrong layers, a broken kernel or a dead engine must not turn every row
+        into a rejected one: after so many in a row the run stops and these rows stay as they are.
+        """
+        attempt = result.attempt
+        about_server = attempt.endpoint is not None and attempt.outcome in _BAD
+        if about_server and self._settings.stop_after_bad:
+            self._bad_in_a_row.append(result)
+            if len(self._bad_in_a_row) >= self._settings.stop_after_bad:
+                self._halt(
+                    f"{len(self._bad_in_a_row)} samples in a row were bad, the last one: "
+                    f"{attempt.error}. Their rows were not changed; correct the server and run "
+                    "again (extract.stop_after_bad sets the number)."
+                )
+            return
+        if attempt.outcome == "extracted":
+            await self._release_bad()
+        await self._committer.put(result, payload_bytes=payload_bytes, then=then)
+        if self._budget.is_awaited:
+            self._committer.kick()
+
+    async def _release_bad(self) -> None:
+        held, self._bad_in_a_row = self._bad_in_a_row, []
+        for result in held:
+            await self._committer.put(result)
+
+    def _halt(self, reason: str) -> None:
+        if not self._halted.is_set():
+            self.report.stopped = reason
+            self._halted.set()
+
+    def _over_budget(self, error: BudgetError) -> None:
+        self.report.over_budget = True
+        self._halt(str(error))
+
+    # -- telling ---------------------------------------------------------------------------------
+
+    def _note(self, text: str) -> None:
+        log.info("%s", text)
+        self._progress.note = text
+
+    def _committed(self, results: Sequence[Result]) -> None:
+        tokens = samples = 0
+        for result in results:
+            attempt = result.attempt
+            self.report.outcomes[attempt.outcome] += 1
+            if result.states is not None:
+                samples += 1
+                tokens += result.states.shape[0]
+                self.report.truncated += attempt.finish_reason == "length"
+        self.report.tokens += tokens
+        now = time.monotonic()
+        self._rates.append((now, tokens, samples))
+        while self._rates[0][0] < now - RATE_S:
+            self._rates.popleft()
+        self._show()
+
+    def _show(self) -> None:
+        outcomes, progress, rates = self.report.outcomes, self._progress, self._rates
+        progress.timed_out = outcomes["timed_out"]
+        progress.failed, progress.rejected = outcomes["failed"], outcomes["rejected"]
+        progress.done = outcomes["extracted"] + sum(outcomes[each] for each in _BAD)
+        progress.in_flight = len(self._jobs)
+        progress.tokens = self.report.tokens
+        progress.used_bytes = self._budget.used_bytes
+        if rates:
+            span = max(1.0, time.monotonic() - rates[0][0])
+            progress.tokens_per_s = sum(each[1] for each in rates) / span
+            progress.samples_per_s = sum(each[2] for each in rates) / span
+        if self._on_progress is not None:
+            self._on_progress(progress)
+
+    async def _tell(self) -> None:
+        """Shows that something is waited for, when nothing is committed."""
+        while True:
+            await asyncio.sleep(SHOW_S)
+            self._show()
+
+
+class _Publisher:
+    """The committer's view of the writer: what is published says how far this run is."""
+
+    def __init__(self, stage: _Stage) -> None:
+        self._stage = stage
+
+    def commit(self, results: Sequence[Result], /) -> None:
+        self._stage._writer.commit(results)
+
+    def publish(self) -> None:
+        self._stage._writer.publish(running=asdict(self._stage._progress))

@@ -1,0 +1,113 @@
+"""Settings of the extract stage: the section [extract] of config.toml.
+
+Only `max_seq_len` changes what a sample is; the others are free to change from run to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftmill.manifests.codec_names import parse_codec
+from draftmill.manifests.errors import ConfigError
+from draftmill.manifests.sizes import parse_size
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractSettings:
+    """How hidden states are extracted and stored. Durations in seconds, lengths in tokens."""
+
+    max_seq_len: int = _setting(
+        8192, "Prompt and completion together are cut to so many tokens; the end is cut off."
+    )
+    codec: str = _setting(
+        "em-zfast",
+        "How hidden states are stored. Lossless: em-zfast, raw. Lossy and smaller: bitround-4 "
+        "(half of bf16), rot4 (a quarter).",
+    )
+    staging: str = _setting(
+        "",
+        "Folder that the extraction server writes into, best on a RAM disk like /dev/shm. Empty: "
+        "`staging` in the dataset.",
+    )
+    staging_size: str = _setting(
+        "16GiB", "The most bytes of staged files at once; sending waits beyond that."
+    )
+    concurrency: int = _setting(32, "Requests at once on each server.")
+    max_in_flight_tokens: int = _setting(65536, "Tokens at once on each server.")
+    encode_threads: int = _setting(
+        0, "Threads that check and compress. 0: one per core, 8 at most."
+    )
+    request_timeout_s: float | None = _setting(
+        None, "Seconds that a request may take. Unset: ten times what measured speed says."
+    )
+    lock_timeout_s: float = _setting(
+        120.0, "Seconds that a server may take to write a file after it has answered."
+    )
+    tries: int = _setting(4, "Tries for a sample that fails in a way that may pass.")
+    retry_base_s: float = _setting(1.0, "Wait after the first failure; doubled, with jitter.")
+    retry_max_s: float = _setting(30.0, "The longest wait between two tries.")
+    give_up_s: float = _setting(
+        3600.0, "Stop after so many seconds without any server; big models load for long."
+    )
+    stop_after_bad: int = _setting(
+        16, "Stop when so many samples in a row fail or are rejected. 0: never."
+    )
+    stop_grace_s: float = _setting(
+        5.0, "After the first Ctrl-C, wait so long for samples that are about to arrive."
+    )
+    orphan_age_s: float = _setting(
+        600.0, "A staged file that nobody waits for is deleted at this age even while it is locked."
+    )
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_seq_len",
+            "concurrency",
+            "max_in_flight_tokens",
+            "lock_timeout_s",
+            "tries",
+            "give_up_s",
+            "orphan_age_s",
+        ):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: must be above 0, not {getattr(self, name)}")
+        for name in (
+            "encode_threads",
+            "retry_base_s",
+            "retry_max_s",
+            "stop_after_bad",
+            "stop_grace_s",
+        ):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: must not be negative, not {getattr(self, name)}")
+        if self.request_timeout_s is not None and self.request_timeout_s <= 0:
+            raise ValueError(f"request_timeout_s: must be above 0, not {self.request_timeout_s}")
+        try:
+            parse_codec(self.codec)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        try:
+            parse_size(self.staging_size)
+        except ValueError as error:
+            raise ValueError(f"staging_size: {error}") from error
+
+    @property
+    def staging_bytes(self) -> int:
+        """`staging_size` in bytes."""
+        return parse_size(self.staging_size)
+
+    def fingerprint(self, model: str, layer_ids: Sequence[int], hidden_size: int) -> dict[str, Any]:
+        """What makes the hidden states of two samples the same kind of thing."""
+        return {
+            "model": model,
+            "layer_ids": list(layer_ids),
+            "hidden_size": hidden_size,
+            "dtype": "bfloat16",
+            "max_seq_len": self.max_seq_len,
+        }

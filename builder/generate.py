@@ -1,0 +1,426 @@
+"""The generate stage: every pending prompt to the target model, every answer into the dataset.
+
+Owns which rows are claimed, what a reply turns a row into, and how the stage ends. Servers are
+`pool`'s, requests `client`'s, commits `commit`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from draftmill.builder import gates
+from draftmill.builder.budget import Budget, Reservation
+from draftmill.builder.client import PROBE_S
+from draftmill.builder.commit import BATCH_ROWS, Committer
+from draftmill.builder.controller import Controller
+from draftmill.builder.deadline import ActiveClock, DeadlineRule, timeout_arithmetic
+from draftmill.builder.endpoint import Endpoint, Patience
+from draftmill.builder.gates import UserGate
+from draftmill.builder.generate_settings import GenerateSettings
+from draftmill.builder.pool import Pool
+from draftmill.builder.progress import OnProgress, Progress, StageReport
+from draftmill.builder.room import BYTES_PER_TOKEN, most_stored_bytes
+from draftmill.builder.row import RowRunner
+from draftmill.builder.servers import Servers, open_servers
+from draftmill.builder.stop import StopSignals
+from draftmill.manifests.errors import BudgetError, ServerError
+from draftmill.manifests.maintenance import retry, select
+from draftmill.manifests.types import PendingPrompt, Result
+from draftmill.manifests.writer import DatasetWriter
+
+__all__ = ["GenerateSettings", "generate"]
+
+T = TypeVar("T")
+
+PAGE_ROWS = 256
+TICK_S = 0.25
+SHOW_S = 2.0
+RATE_S = 60.0
+REASONING_REPLIES = 20
+
+log = logging.getLogger(__name__)
+
+
+async def generate(
+    writer: DatasetWriter,
+    settings: GenerateSettings,
+    urls: Sequence[str],
+    on_progress: OnProgress | None = None,
+    *,
+    budget: Budget | None = None,
+) -> StageReport:
+    """Generates completions until no row is pending, a signal comes or nothing can be done.
+
+    Raises ServerError, SettingsMismatch or ConfigError before the first request when servers and
+    settings do not fit. A first SIGINT or SIGTERM keeps what has arrived and what arrives within
+    a short grace; a second ends at once. Rows in flight stay pending.
+    """
+    user_gate = None if settings.gate is None else gates.load_gate(settings.gate)
+    begun = time.monotonic()
+    with StopSignals() as signals:
+        stage = _Stage(writer, settings, user_gate, on_progress, budget)
+        try:
+            await stage.run(urls, signals)
+        except BudgetError as error:
+            stage.report.over_budget, stage.report.stopped = True, str(error)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not signals.forced or task is None:
+                raise
+            task.uncancel()
+            stage.report.interrupted = True
+    stage.report.seconds = time.monotonic() - begun
+    return stage.report
+
+
+class _Stage:
+    """One run of the stage. `halt` ends it early; everything put before is still committed."""
+
+    def __init__(
+        self,
+        writer: DatasetWriter,
+        settings: GenerateSettings,
+        user_gate: UserGate | None,
+        on_progress: OnProgress | None,
+        budget: Budget | None,
+    ) -> None:
+        self.report = StageReport(stage="generate")
+        self._writer = writer
+        self._settings = settings
+        self._budget = budget
+        self._pool = Pool()
+        self._active = ActiveClock(time.monotonic())
+        self._on_progress = on_progress
+        self._progress = Progress(
+            stage="generate", budget_bytes=None if budget is None else budget.limit_bytes
+        )
+        self._committer = Committer(_Publisher(self), on_committed=self._committed)
+        self._runner = RowRunner(self._pool, settings, user_gate, self._committer.put)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._uncommitted = 0
+        self._fewer = asyncio.Event()
+        self._halted = asyncio.Event()
+        self._error: BaseException | None = None
+        self._rates: deque[tuple[float, int, int]] = deque()
+        self._decisions: list[dict[str, Any]] = []
+        self._shown_s = 0.0
+        self._timeout_noted: dict[str, float] = {}
+        self._reasoning_seen = settings.reasoning != "required"
+        self._unreasoned: list[tuple[Result, Reservation | None]] = []
+
+    async def run(self, urls: Sequence[str], signals: StopSignals) -> None:
+        async with AsyncExitStack() as stack:
+            opening = open_servers(urls, self._settings.model, PROBE_S)
+            servers = await _first(asyncio.create_task(opening), signals.requested)
+            if servers is None:
+                self.report.interrupted = True
+                return
+            endpoints = [self._endpoint(servers, client) for client in servers.clients]
+            for endpoint in endpoints:
+                stack.push_async_callback(endpoint.aclose)
+            await stack.enter_async_context(self._committer)
+            await self._committer.call(
+                self._writer.check_fingerprint,
+                "generate",
+                self._settings.fingerprint(servers.model, servers.probe),
+                growable=("max_completion_tokens",),
+            )
+            self._progress.total = await self._committer.call(self._writer.count, "pending")
+            await asyncio.gather(*(each.read() for each in endpoints if each.state == "up"))
+            self._pool.add(endpoints)
+            background = [
+                asyncio.create_task(self._tick()),
+                asyncio.create_task(self._obey(signals)),
+                *(asyncio.create_task(each.watch()) for each in endpoints),
+            ]
+            try:
+                await self._passes()
+            finally:
+                for task in (*background, *self._tasks):
+                    task.cancel()
+                await asyncio.gather(*background, *self._tasks, return_exceptions=True)
+            if self._error is not None:
+                raise self._error
+            await self._committer.flush()
+            await self._flush_decisions()
+
+    def _endpoint(self, servers: Servers, client: Any) -> Endpoint:
+        settings = self._settings
+        fixed = settings.concurrency if isinstance(settings.concurrency, int) else None
+        endpoint = Endpoint(
+            client,
+            Controller(maximum=settings.max_concurrency, fixed=fixed),
+            DeadlineRule(
+                margin=settings.deadline_margin,
+                floor_s=settings.min_deadline_s,
+                timeout_s=settings.timeout_s,
+            ),
+            Patience(
+                interval_s=settings.control_interval_s,
+                watchdog_s=settings.watchdog_s,
+                lost_s=settings.lost_s,
+                probe_s=PROBE_S,
+            ),
+            self._active,
+            probe_ids=servers.probe_ids,
+            log=self._decided,
+            changed=self._pool.changed,
+        )
+        endpoint.max_in_flight_tokens = settings.max_in_flight_tokens
+        if client.url in servers.away:
+            endpoint.go_down("it has not answered yet")
+        return endpoint
+
+    # -- claiming --------------------------------------------------------------------------------
+
+    async def _passes(self) -> None:
+        for number in range(1 + self._settings.timeout_passes):
+            if number > 0:
+                late = await self._committer.call(
+                    select, self._writer, states=("timed_out",), stage="generate"
+                )
+                if not late:
+                    return
+                await self._committer.call(retry, self._writer, late)
+                self._progress.total += max(0, len(late) - self.report.outcomes["timed_out"])
+                self.report.outcomes["timed_out"] = self._progress.timed_out = 0
+                log.info("asking %d timed-out prompts again, with longer deadlines", len(late))
+            await _first(asyncio.create_task(self._dispatch(2.0**number)), self._halted)
+            if self._halted.is_set():
+                grace_s = self._settings.stop_grace_s if self._error is None else 0.0
+                if self._tasks and grace_s:
+                    await asyncio.wait(self._tasks, timeout=grace_s)
+                return
+            await self._release_unreasoned()
+            await self._committer.flush()
+
+    async def _dispatch(self, patience: float) -> None:
+        """Starts a task for every pending row, in id order, as servers have room; waits for all.
+
+        The cursor is all that is remembered: what is in flight is pending for the next run.
+        """
+        cursor = 0
+        while page := await self._committer.call(self._writer.pending, cursor, PAGE_ROWS):
+            for row in page:
+                await self._start(row, patience)
+            cursor = page[-1].id
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _start(self, row: PendingPrompt, patience: float) -> None:
+        while self._uncommitted >= self._pool.limit + BATCH_ROWS:
+            self._fewer.clear()
+            await self._fewer.wait()
+        room = None
+        if self._budget is not None:
+            most = most_stored_bytes(row.conversation, self._settings.max_completion_tokens)
+            room = await self._budget.reserve(
+                f"generate-{row.id}", stored_bytes=most, on_wait=self._committer.kick
+            )
+        tokens = self._runner.lengths.tokens(row.conversation)
+        try:
+            endpoint = await self._pool.acquire(tokens)
+        except asyncio.CancelledError:
+            if room is not None:
+                room.release()
+            raise
+        self._uncommitted += 1
+        task = asyncio.create_task(self._row(row, endpoint, tokens, patience, room))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _row(
+        self,
+        row: PendingPrompt,
+        endpoint: Endpoint,
+        tokens: int,
+        patience: float,
+        room: Reservation | None,
+    ) -> None:
+        try:
+            result = await self._runner.run(row, endpoint, tokens, patience)
+            if not self._holds_back(result, room):
+                await self._put(result, room)
+        except Exception as error:
+            self._halt(error)
+
+    async def _put(self, result: Result, room: Reservation | None) -> None:
+        def committed() -> None:
+            self._uncommitted -= 1
+            self._fewer.set()
+            if room is not None:
+                attempt = result.attempt
+                tokens = (attempt.prompt_tokens or 0) + (attempt.completion_tokens or 0)
+                room.stored(BYTES_PER_TOKEN * tokens)
+                room.release()
+
+        await self._committer.put(result, then=committed)
+
+    def _holds_back(self, result: Result, room: Reservation | None) -> bool:
+        """Keeps replies without reasoning until one has it: a server without its reasoning
+        parser must not turn every row into a rejected one."""
+        if self._reasoning_seen:
+            return False
+        if result.attempt.error_class != "no_reasoning":
+            if result.attempt.outcome in ("generated", "rejected"):
+                self._reasoning_seen = True
+                task = asyncio.create_task(self._release_unreasoned())
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            return False
+        self._unreasoned.append((result, room))
+        if len(self._unreasoned) == REASONING_REPLIES:
+            self._halt(
+                ServerError(
+                    f"{REASONING_REPLIES} replies and no reasoning in any of them, though "
+                    'generate.reasoning is "required". Start the server with its '
+                    '--reasoning-parser, or set reasoning to "any".'
+                )
+            )
+        return True
+
+    async def _release_unreasoned(self) -> None:
+        held, self._unreasoned = self._unreasoned, []
+        for result, room in held:
+            await self._put(result, room)
+
+    # -- watching --------------------------------------------------------------------------------
+
+    def _halt(self, error: BaseException | None = None, reason: str | None = None) -> None:
+        if self._halted.is_set():
+            return
+        self._error, self.report.stopped = error, reason
+        self._halted.set()
+
+    async def _obey(self, signals: StopSignals) -> None:
+        await signals.requested.wait()
+        self.report.interrupted = True
+        self._halt()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            step = self._active.tick(time.monotonic())
+            for endpoint in self._pool.endpoints:
+                endpoint.tick(step)
+            if (reason := self._pool.hopeless(self._settings.give_up_s)) is not None:
+                self._halt(reason=reason)
+            if self._active.seconds - self._shown_s >= SHOW_S:
+                self._check_timeout()
+                self._show()
+                try:
+                    await self._flush_decisions()
+                except Exception as error:
+                    self._halt(error)
+
+    def _check_timeout(self) -> None:
+        timeout_s = self._settings.timeout_s
+        for each in self._pool.endpoints if timeout_s is not None else ():
+            assert timeout_s is not None
+            sums = timeout_arithmetic(
+                timeout_s,
+                each.taken,
+                self._settings.max_completion_tokens,
+                each.pace,
+                self._settings.deadline_margin,
+            )
+            noted = self._timeout_noted.get(each.name, float("-inf"))
+            if sums is not None and self._active.seconds - noted > RATE_S:
+                self._timeout_noted[each.name] = self._active.seconds
+                self._decided(each, sums)
+
+    def _decided(self, endpoint: Endpoint, decision: str) -> None:
+        """A decision about a server: into the `control` table, the log and the progress line."""
+        load = endpoint.load
+        self._decisions.append(
+            {
+                "time": time.time(),
+                "endpoint": endpoint.name,
+                "limit": endpoint.controller.limit,
+                "running": None if load is None else load.running,
+                "waiting": None if load is None else load.waiting,
+                "kv_usage": None if load is None else load.kv_usage,
+                "tokens_per_s": endpoint.pace.tokens_per_s,
+                "decision": decision,
+            }
+        )
+        log.info("%s: %s", endpoint.name, decision)
+        self._progress.note = decision
+
+    async def _flush_decisions(self) -> None:
+        rows, self._decisions = self._decisions, []
+        if rows:
+            await self._committer.call(self._writer.control, rows)
+
+    # -- telling ---------------------------------------------------------------------------------
+
+    def _committed(self, results: Sequence[Result]) -> None:
+        tokens = done = 0
+        for result in results:
+            attempt = result.attempt
+            self.report.outcomes[attempt.outcome] += 1
+            done += attempt.outcome != "transient"
+            if attempt.outcome == "generated":
+                tokens += attempt.completion_tokens or 0
+                self.report.truncated += attempt.finish_reason == "length"
+        self.report.tokens += tokens
+        now = time.monotonic()
+        self._rates.append((now, tokens, done))
+        while self._rates[0][0] < now - RATE_S:
+            self._rates.popleft()
+        self._show()
+
+    def _show(self) -> None:
+        self._shown_s = self._active.seconds
+        outcomes, progress = self.report.outcomes, self._progress
+        progress.timed_out = outcomes["timed_out"]
+        progress.failed, progress.rejected = outcomes["failed"], outcomes["rejected"]
+        progress.done = outcomes["generated"] + progress.failed + progress.rejected
+        progress.in_flight = self._pool.in_flight
+        progress.tokens = self.report.tokens
+        if self._rates:
+            span = max(1.0, time.monotonic() - self._rates[0][0])
+            progress.tokens_per_s = sum(each[1] for each in self._rates) / span
+            progress.samples_per_s = sum(each[2] for each in self._rates) / span
+        if self._on_progress is not None:
+            self._on_progress(progress)
+
+
+class _Publisher:
+    """The committer's view of the writer: what is published says how far this run is."""
+
+    def __init__(self, stage: _Stage) -> None:
+        self._stage = stage
+
+    def commit(self, results: Sequence[Result], /) -> None:
+        self._stage._writer.commit(results)
+
+    def publish(self) -> None:
+        progress = self._stage._progress
+        budget = self._stage._budget
+        progress.used_bytes = (
+            budget.used_bytes if budget is not None else self._stage._writer.used_bytes()
+        )
+        self._stage._writer.publish(running=asdict(progress))
+
+
+async def _first(work: asyncio.Task[T], stop: asyncio.Event) -> T | None:
+    """The result of `work`; when `stop` comes first, None, and `work` is cancelled."""
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        return None
+    finally:
+        stopping.cancel()
+        if not work.done():
+            work.cancel()
+            await asyncio.wait((work,))  # a cancellation of ours must not be taken for its own

@@ -1,0 +1,106 @@
+"""From a staged file to an encoded payload: the work of one thread on one sample.
+
+Reads, checks and encodes a part of the sample at a time, so that memory does not grow with its
+length. Which file, and what becomes of the result, is left to `extract`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from draftmill.builder.staging import StagedFile, Staging
+from draftmill.builder.validate import StatesCheck, check_shape, check_token_ids
+from draftmill.manifests.codec import encode_states
+from draftmill.manifests.codec_names import BLOCK_TOKENS
+from draftmill.manifests.errors import RejectedError, TransientError
+from draftmill.manifests.types import StatesPayload, StatesTLH, TokenIds
+
+_PART_BYTES = 16 << 20
+_buffers = threading.local()
+
+
+class LengthMismatchError(TransientError):
+    """The server computed states for another number of tokens than it was sent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layers:
+    """What hidden states of this dataset look like: ids of the layers in order, and H."""
+
+    layer_ids: tuple[int, ...]
+    hidden_size: int
+
+    def raw_bytes(self, num_tokens: int) -> int:
+        """bf16 states of so many tokens."""
+        return num_tokens * len(self.layer_ids) * self.hidden_size * 2
+
+
+def take_in(
+    staging: Staging, name: str, sent: TokenIds, layers: Layers, codec: str, digest: str
+) -> tuple[StatesPayload, str | None]:
+    """Read, check and encode one staged file; also returns a warning, if the numbers are odd.
+
+    Raises RejectedError for what must not be stored, TransientError for what may be right next
+    time. Runs without the GIL for the most part.
+    """
+    try:
+        staged = staging.open(name)
+    except FileNotFoundError:
+        raise TransientError(f"{name} went away before it was read") from None
+    with staged:
+        _check_claims(staged, sent, layers)
+        blocks: list[bytes] = []
+        check = StatesCheck(sent, layers.layer_ids, layers.hidden_size)
+        shape = (len(layers.layer_ids), layers.hidden_size)
+        part_tokens = BLOCK_TOKENS * max(1, _PART_BYTES // layers.raw_bytes(BLOCK_TOKENS))
+        for first in range(0, len(sent), part_tokens):
+            part_TLH = _buffer(min(part_tokens, len(sent) - first), shape)
+            staged.read_into(part_TLH, first)
+            check.update(part_TLH)
+            blocks.extend(_encoded(part_TLH, codec))
+        warning = check.finish()
+    payload = StatesPayload(
+        codec=codec,
+        shape=(len(sent), *shape),
+        blocks=blocks,
+        digest=digest,
+        target_layer_ids=layers.layer_ids,
+    )
+    return payload, warning
+
+
+def _check_claims(staged: StagedFile, sent: TokenIds, layers: Layers) -> None:
+    num_layers = len(layers.layer_ids)
+    check_shape(staged.shape, staged.dtype, num_layers=num_layers, hidden_size=layers.hidden_size)
+    if staged.layer_ids is not None and staged.layer_ids != layers.layer_ids:
+        raise RejectedError(
+            f"the server extracts layers {list(staged.layer_ids)}, this dataset has "
+            f"{list(layers.layer_ids)}"
+        )
+    for what, length in (("states", staged.shape[0]), ("token ids", staged.num_token_ids)):
+        if length != len(sent):
+            raise LengthMismatchError(
+                f"{what} for {length} tokens came back, {len(sent)} were sent: start the "
+                "extraction server with --no-enable-prefix-caching"
+            )
+    check_token_ids(sent, staged.token_ids())
+
+
+def _encoded(part_TLH: StatesTLH, codec: str) -> Sequence[bytes]:
+    try:
+        return encode_states(part_TLH, codec)
+    except ValueError as error:
+        raise RejectedError(f"{codec} cannot hold these states: {error}") from error
+
+
+def _buffer(num_tokens: int, shape: tuple[int, int]) -> StatesTLH:
+    """[T, L, H] of this thread's own memory: fresh pages would cost more than the checks."""
+    words = num_tokens * shape[0] * shape[1]
+    buffer: StatesTLH | None = getattr(_buffers, "words", None)
+    if buffer is None or buffer.size < words:
+        buffer = _buffers.words = np.empty(words, np.uint16)
+    return buffer[:words].reshape(num_tokens, *shape)

@@ -1,0 +1,152 @@
+"""What a chat reply must hold to become a Completion. Pure parsing; requests are `client`'s.
+
+The served token ids are the truth. When a server returns none they are rebuilt through its own
+/tokenize, checked against what it counted, and marked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from draftmill.builder.failures import GarbledReplyError, ServerFailedError
+from draftmill.manifests.errors import PermanentError, RejectedError
+from draftmill.manifests.types import Completion, TokenIds
+
+PROBE_CONVERSATION = json.dumps(
+    {
+        "messages": [
+            {"role": "system", "content": "You are a careful assistant."},
+            {
+                "role": "user",
+                "content": "Name three prime numbers, então explique. 素数 \u2028 <x>",
+            },
+            {"role": "assistant", "content": "2, 3 and 5."},
+            {"role": "user", "content": "Why?"},
+        ]
+    }
+)
+Tokenize = Callable[[Mapping[str, Any]], Awaitable[list[int] | None]]
+
+
+def json_of(raw: bytes) -> Any:
+    """The JSON value of a reply's body; GarbledReplyError if it is none."""
+    try:
+        return json.loads(raw)
+    except ValueError as error:
+        start = raw[:80].decode(errors="replace")
+        raise GarbledReplyError(f"the reply is not JSON: {start!r}") from error
+
+
+def completion_of_reply(reply: Any) -> Completion | None:
+    """The completion in a chat reply; None if the reply has no token ids."""
+    choice, message, finish_reason = _choice(reply)
+    token_ids, prompt_token_ids = choice.get("token_ids"), reply.get("prompt_token_ids")
+    if token_ids is None or prompt_token_ids is None:
+        return None
+    prompt_ids = _ids(prompt_token_ids)
+    completion_ids = _ids(token_ids)
+    usage = reply.get("usage") or {}
+    for what, ids in (("prompt_tokens", prompt_ids), ("completion_tokens", completion_ids)):
+        counted = usage.get(what)
+        if counted is not None and counted != len(ids):
+            raise GarbledReplyError(f"{len(ids)} token ids, but usage.{what} is {counted}")
+    return Completion(
+        prompt_token_ids=prompt_ids,
+        completion_token_ids=completion_ids,
+        content=message.get("content"),
+        reasoning=_reasoning(message),
+        finish_reason=finish_reason,
+        extra=_extra(reply, choice, message),
+    )
+
+
+async def rebuilt_completion(reply: Any, conversation: str, tokenize: Tokenize) -> Completion:
+    """The completion of a reply without token ids, its ids from the server's own tokenizer."""
+    choice, message, finish_reason = _choice(reply)
+    asked = json.loads(conversation)
+    prompt_ids = await tokenize({**asked, "add_generation_prompt": True})
+    if prompt_ids is None:
+        raise PermanentError(
+            "the server returns no token ids and has no /tokenize to rebuild them with; "
+            "serve the target model with vLLM 0.10.2 or newer"
+        )
+    usage = reply.get("usage") or {}
+    counted = usage.get("prompt_tokens")
+    if counted is not None and counted != len(prompt_ids):
+        raise RejectedError(
+            f"rebuilt prompt has {len(prompt_ids)} tokens, the server counted {counted}: "
+            "its /tokenize renders another template than its chat"
+        )
+    answer = {"role": "assistant", **{k: v for k, v in message.items() if v and k != "role"}}
+    full = None
+    if finish_reason == "stop":  # a cut answer has no end of turn, the template would add one
+        messages = [*asked["messages"], answer]
+        full = await tokenize({**asked, "messages": messages, "add_generation_prompt": False})
+    if full is not None and full[: len(prompt_ids)] == prompt_ids and len(full) > len(prompt_ids):
+        completion_ids = full[len(prompt_ids) :]
+    else:
+        text = f"{_reasoning(message) or ''}{message.get('content') or ''}"
+        completion_ids = await tokenize({"prompt": text, "add_special_tokens": False}) or []
+    extra = _extra(reply, choice, message)
+    if (counted := usage.get("completion_tokens")) is not None:
+        extra["served_completion_tokens"] = counted
+    return Completion(
+        prompt_token_ids=_ids(prompt_ids),
+        completion_token_ids=_ids(completion_ids),
+        content=message.get("content"),
+        reasoning=_reasoning(message),
+        finish_reason=finish_reason,
+        ids_rebuilt=True,
+        extra=extra,
+    )
+
+
+def _choice(reply: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
+    try:
+        choice = reply["choices"][0]
+        message, finish_reason = choice["message"], choice["finish_reason"]
+        content = message.get("content")
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise GarbledReplyError("the reply has no choice with a message") from error
+    if finish_reason in (None, "abort", "error"):
+        raise ServerFailedError(f"the server broke off its answer (finish_reason {finish_reason})")
+    if not isinstance(finish_reason, str) or not (content is None or isinstance(content, str)):
+        raise GarbledReplyError("the reply's content or finish_reason is not a text")
+    return choice, message, finish_reason
+
+
+def _reasoning(message: Mapping[str, Any]) -> str | None:
+    """vLLM calls it `reasoning` now and called it `reasoning_content` until early 2026."""
+    for name in ("reasoning", "reasoning_content"):
+        text = message.get(name)
+        if isinstance(text, str):
+            return text
+    return None
+
+
+def _extra(
+    reply: Mapping[str, Any], choice: Mapping[str, Any], message: Mapping[str, Any]
+) -> dict[str, Any]:
+    details = (reply.get("usage") or {}).get("completion_tokens_details") or {}
+    extra = {
+        "tool_calls": message.get("tool_calls"),
+        "stop_reason": choice.get("stop_reason"),
+        "reasoning_tokens": details.get("reasoning_tokens"),
+    }
+    return {name: value for name, value in extra.items() if value}
+
+
+def _ids(values: Sequence[int]) -> TokenIds:
+    try:
+        ids = np.asarray(values)
+        if ids.size == 0:
+            return np.zeros(0, np.int32)
+        if ids.ndim != 1 or ids.dtype.kind != "i" or ids.min() < 0 or ids.max() >= 1 << 31:
+            raise ValueError("out of range")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise GarbledReplyError("token ids are not a list of small whole numbers") from error
+    return ids.astype(np.int32)

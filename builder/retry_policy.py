@@ -1,0 +1,65 @@
+"""How often and how patiently a failed request is tried again, as data. Waiting is `client`'s."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from draftmill.builder.failures import GarbledReplyError, OverloadedError
+from draftmill.manifests.errors import TimedOutError, TransientError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryPolicy:
+    """Tries by the kind of failure; what is not transient is never tried again.
+
+    Kinds that are not listed get `tries`. The wait doubles from `base_s` to `max_s`, with full
+    jitter, and is never shorter than what the server asked for. A request that timed out is not
+    sent again here: its row gets a longer deadline at the end of the pass.
+    """
+
+    tries: int = 5
+    tries_by_kind: Mapping[type[TransientError], int] = field(
+        default_factory=lambda: {OverloadedError: 50, GarbledReplyError: 3, TimedOutError: 1}
+    )
+    base_s: float = 1.0
+    max_s: float = 60.0
+
+    def tries_for(self, error: BaseException) -> int:
+        """How many tries a request gets that last failed with `error`; 1 is no retry."""
+        if not isinstance(error, TransientError):
+            return 1
+        return self.tries_by_kind.get(type(error), self.tries)
+
+    def wait_s(self, tries: int, error: BaseException) -> float:
+        """Seconds to wait after the try number `tries`, which ended in `error`."""
+        backoff = random.uniform(0.0, min(self.max_s, self.base_s * 2.0 ** min(tries, 30)))
+        asked = getattr(error, "retry_after_s", None)
+        return backoff if asked is None else max(backoff, asked + random.uniform(0.0, self.base_s))
+
+
+class RetryBudget:
+    """Retries that a run may send: a share of its successes, and a trickle when there are none.
+
+    When a server fails everything, retries wait for one another instead of multiplying its load.
+    """
+
+    def __init__(self, share: float = 0.2, per_s: float = 1.0, most: float = 64.0) -> None:
+        self._share, self._per_s, self._most = share, per_s, most
+        self._left = most
+        self._at = time.monotonic()
+
+    def succeeded(self) -> None:
+        """A request succeeded."""
+        self._left = min(self._most, self._left + self._share)
+
+    async def spend(self) -> None:
+        """Returns when one more retry fits the budget."""
+        now = time.monotonic()
+        self._left = min(self._most, self._left + (now - self._at) * self._per_s) - 1.0
+        self._at = now
+        if self._left < 0.0:
+            await asyncio.sleep(-self._left / self._per_s)

@@ -1,0 +1,207 @@
+"""One prompt's way through the servers: its tries, its history, and what it becomes.
+
+Which rows there are and when the stage ends is left to `generate`; which server, to `pool`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from draftmill.builder import gates
+from draftmill.builder.client import retried
+from draftmill.builder.endpoint import Endpoint
+from draftmill.builder.gates import Rejection, UserGate
+from draftmill.builder.generate_settings import GenerateSettings
+from draftmill.builder.pool import Pool
+from draftmill.builder.retry_policy import RetryBudget, RetryPolicy
+from draftmill.builder.room import LengthEstimate, OverLength, max_tokens_for
+from draftmill.manifests.errors import (
+    PermanentError,
+    RejectedError,
+    RequestError,
+    TimedOutError,
+    TransientError,
+    UnreachableError,
+)
+from draftmill.manifests.types import Attempt, Completion, Outcome, PendingPrompt, Result
+
+FREE_MOVES = 5
+CONTEXT_WORDS = "maximum context length"
+
+
+@dataclass(slots=True)
+class _Try:
+    """The last try of a row: what its attempt in the history will say."""
+
+    started_at: float = 0.0
+    started: float = 0.0
+    queue_s: float = 0.0
+    deadline_s: float | None = None
+    endpoint: str | None = None
+
+
+class RowRunner:
+    """Takes rows to their results. `put` receives the history of tries that failed on the way."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        settings: GenerateSettings,
+        user_gate: UserGate | None,
+        put: Callable[[Result], Awaitable[None]],
+    ) -> None:
+        self.lengths = LengthEstimate(settings.max_completion_tokens)
+        self._pool = pool
+        self._settings = settings
+        self._sampling = settings.sampling
+        self._user_gate = user_gate
+        self._put = put
+        self._budget = RetryBudget()
+        self._policy = RetryPolicy(
+            tries=settings.tries, base_s=settings.retry_base_s, max_s=settings.retry_max_s
+        )
+
+    async def run(self, row: PendingPrompt, slot: Endpoint, tokens: int, patience: float) -> Result:
+        """The row's result. `slot` is taken already and given back here; so are later ones."""
+        return await _Row(self, row, slot, tokens, patience).result()
+
+
+class _Row:
+    def __init__(
+        self, runner: RowRunner, row: PendingPrompt, slot: Endpoint, tokens: int, patience: float
+    ) -> None:
+        self.runner = runner
+        self.row = row
+        self.slot: Endpoint | None = slot
+        self.tokens = tokens
+        self.patience = patience
+        self.tries = 0
+        self.moves = 0
+        self.last = _Try()
+
+    async def result(self) -> Result:
+        try:
+            completion = await retried(self._once, self.runner._policy, self._before_wait)
+        except OverLength as error:
+            return self._rejected(error.rejection, None)
+        except RejectedError as error:
+            return self._rejected(Rejection("rebuilt_ids", error.reason), None)
+        except TimedOutError as error:
+            return self._attempt("timed_out", error)
+        except (TransientError, PermanentError) as error:
+            return self._attempt("failed", error)
+        finally:
+            if self.slot is not None:  # cancelled between two tries
+                self._give_back(self.slot)
+        self.runner._budget.succeeded()
+        self.runner.lengths.completed(self.row.conversation, completion)
+        return self._judged(completion)
+
+    async def _once(self) -> Completion:
+        """One try that counts; servers that are gone or go away under it do not."""
+        while True:
+            waited = time.monotonic()
+            endpoint = self.slot or await self.runner._pool.acquire(self.tokens)
+            self.slot = endpoint
+            self.last = _Try(
+                started_at=time.time(),
+                started=time.monotonic(),
+                queue_s=time.monotonic() - waited,
+                endpoint=endpoint.name,
+            )
+            self.tries += 1
+            try:
+                return await self._ask(endpoint)
+            except UnreachableError as error:
+                endpoint.go_down(str(error))
+                self.moves += 1
+                if self.moves > FREE_MOVES:  # perhaps it is this very prompt that kills servers
+                    raise TransientError(f"moved {self.moves} times, at last: {error}") from error
+                self.tries -= 1
+            finally:
+                self._give_back(endpoint)
+
+    def _give_back(self, endpoint: Endpoint) -> None:
+        self.slot = None
+        self.runner._pool.release(endpoint, self.tokens)
+
+    async def _ask(self, endpoint: Endpoint) -> Completion:
+        settings = self.runner._settings
+        conversation = self.row.conversation
+        exact = False
+        while True:
+            max_tokens = await max_tokens_for(
+                conversation,
+                settings.max_completion_tokens,
+                settings.min_completion_tokens,
+                endpoint.context_limit,
+                endpoint.client,
+                exact=exact,
+            )
+            try:
+                completion, self.last.deadline_s = await endpoint.ask(
+                    conversation, self.runner._sampling, max_tokens, self.patience
+                )
+                return completion
+            except PermanentError as error:
+                if CONTEXT_WORDS not in str(error):
+                    raise
+                if exact or endpoint.context_limit is None:
+                    raise OverLength(Rejection("over_length", str(error))) from error
+                exact = True  # the estimate was wrong: have the server count, then ask again
+
+    async def _before_wait(self, tries: int, error: TransientError, wait_s: float) -> None:
+        await self.runner._put(self._attempt("transient", error))
+        await self.runner._budget.spend()
+
+    def _judged(self, completion: Completion) -> Result:
+        settings = self.runner._settings
+        rejection = gates.check(
+            completion,
+            min_tokens=settings.min_completion_tokens,
+            keep_truncated=settings.truncated == "keep",
+            max_repetition=settings.max_repetition,
+            reasoning_required=settings.reasoning == "required",
+        )
+        if rejection is None and self.runner._user_gate is not None:
+            rejection = gates.ask_gate(self.runner._user_gate, completion, self.row)
+        if rejection is not None:
+            return self._rejected(rejection, completion)
+        if settings.reasoning == "drop":
+            completion = replace(completion, reasoning=None)
+        return Result(
+            attempt=self._attempt("generated", None, completion).attempt,
+            hash=self.row.hash,
+            completion=completion,
+        )
+
+    def _rejected(self, rejection: Rejection, completion: Completion | None) -> Result:
+        result = self._attempt("rejected", None, completion)
+        attempt = replace(result.attempt, error_class=rejection.gate, error=rejection.reason)
+        return replace(result, attempt=attempt)
+
+    def _attempt(
+        self, outcome: Outcome, error: RequestError | None, completion: Completion | None = None
+    ) -> Result:
+        last = self.last
+        attempt = Attempt(
+            id=self.row.id,
+            stage="generate",
+            attempt=self.row.attempts + max(1, self.tries),
+            outcome=outcome,
+            error_class=None if error is None else type(error).__name__,
+            error=None if error is None else str(error),
+            http_status=None if error is None else error.http_status,
+            finish_reason=completion and completion.finish_reason,
+            prompt_tokens=completion and len(completion.prompt_token_ids),
+            completion_tokens=completion and len(completion.completion_token_ids),
+            reasoning_tokens=completion and completion.extra.get("reasoning_tokens"),
+            queue_s=last.queue_s,
+            total_s=time.monotonic() - last.started,
+            deadline_s=last.deadline_s,
+            endpoint=last.endpoint,
+            started_at=last.started_at,
+        )
+        return Result(attempt=attempt, hash=self.row.hash)

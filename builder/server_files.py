@@ -1,0 +1,102 @@
+"""The files of a server in its run folder: which process it is, its log, who looks after it.
+
+`server-KIND.json` is written before the process starts and names the mark that it carries;
+`server-KIND.log` is what it prints; `server-KIND.lock` is held by the draftmill that uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import random
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from draftmill.builder.vllm_command import Kind
+from draftmill.manifests import files
+from draftmill.manifests.errors import ServerError
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerState:
+    """What is needed to find a server again and to know whether it is the one that is wanted."""
+
+    mark: str
+    port: int
+    fingerprint: str
+    command: list[str]
+
+
+class ServerFiles:
+    """The files of one kind of server. The folder is made when it is not there."""
+
+    def __init__(self, folder: Path, kind: Kind) -> None:
+        self.folder = folder.absolute()
+        self.kind = kind
+        self.state_path = self.folder / f"server-{kind}.json"
+        self.log_path = self.folder / f"server-{kind}.log"
+        self.lock_path = self.folder / f"server-{kind}.lock"
+
+    def read(self) -> ServerState | None:
+        """What an earlier run left, or None if there is nothing that can be used."""
+        try:
+            state = ServerState(**json.loads(self.state_path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+        whole = isinstance(state.mark, str) and state.mark and isinstance(state.port, int)
+        return state if whole else None
+
+    def write(self, state: ServerState) -> None:
+        files.write_atomic(self.state_path, json.dumps(asdict(state), indent=1), "server-state")
+
+    def forget(self) -> None:
+        self.state_path.unlink(missing_ok=True)
+
+    def lock(self) -> int:
+        """A descriptor that holds the lock until it is closed; ServerError if another holds it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock_fd = os.open(self.lock_path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(lock_fd, 20, 0).decode(errors="replace").strip() or "unknown"
+            os.close(lock_fd)
+            raise ServerError(
+                f"another draftmill (pid {owner}) runs a {self.kind} server in {self.folder}; "
+                "wait until it is done, or stop it"
+            ) from None
+        os.ftruncate(lock_fd, 0)
+        os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
+        return lock_fd
+
+    @contextlib.contextmanager
+    def unattended(self) -> Iterator[bool]:
+        """Whether no other draftmill looks after this server; if so, none can until the end."""
+        try:
+            lock_fd = self.lock()
+        except ServerError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            os.close(lock_fd)
+
+
+def free_port() -> int:
+    """A port nobody listens on, below those that outgoing connections are given.
+
+    vLLM takes it some seconds later, so one from that range might be gone by then.
+    """
+    for _ in range(100):
+        port = random.randint(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port
+    raise ServerError("no free port between 20000 and 32000")

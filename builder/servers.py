@@ -1,0 +1,88 @@
+"""Getting several target servers to agree before the first request: one model, one template.
+
+What is found wrong is a ServerError in one line; what they do later is `endpoint`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from draftmill.builder.client import TargetClient, split_url
+from draftmill.manifests.errors import PermanentError, ServerError, TransientError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Servers:
+    """Clients that serve one model. Those in `away` did not answer yet; another one did."""
+
+    clients: Sequence[TargetClient]
+    away: frozenset[str]
+    model: str
+    probe_ids: list[int]
+
+    @property
+    def probe(self) -> str:
+        """The probe's prompt token ids in a form that a person can compare."""
+        digest = xxhash.xxh3_64_hexdigest(",".join(map(str, self.probe_ids)).encode())
+        return f"{len(self.probe_ids)} tokens, {digest}"
+
+
+async def open_servers(urls: Sequence[str], model: str | None, probe_s: float) -> Servers:
+    """Connects to all servers; those that cannot be reached may come later if one can."""
+    if not urls:
+        raise UsageError("no server to ask: give --url http://HOST:PORT/v1 at least once")
+    different = dict.fromkeys(split_url(url)[0] for url in urls)
+    clients = [TargetClient(url, model=model) for url in different]
+    try:
+        return await _agree(clients, probe_s)
+    except BaseException:
+        await asyncio.gather(*(each.aclose() for each in clients), return_exceptions=True)
+        raise
+
+
+async def _agree(clients: Sequence[TargetClient], probe_s: float) -> Servers:
+    errors = await asyncio.gather(*(_reached(each) for each in clients))
+    here = [each for each, error in zip(clients, errors, strict=True) if error is None]
+    if not here:
+        raise errors[0] or ServerError(f"{clients[0].url} cannot be used")
+    model = here[0].model
+    for each in clients:
+        if each in here and each.model != model:
+            raise ServerError(
+                f"{each.url} serves {each.model!r}, but {here[0].url} serves {model!r}; "
+                "one dataset takes one target model"
+            )
+        each.model = model
+    probes = await asyncio.gather(*(_probed(each, probe_s) for each in here))
+    for each, probe in zip(here, probes, strict=True):
+        if probe != probes[0]:
+            raise ServerError(
+                f"{each.url} renders the probe conversation to other token ids than "
+                f"{here[0].url}; their chat templates or tokenizers differ"
+            )
+    away = frozenset(each.url for each in clients if each not in here)
+    return Servers(clients=clients, away=away, model=model, probe_ids=probes[0])
+
+
+async def _reached(client: TargetClient) -> ServerError | None:
+    """None, or why it cannot be reached now; a server that is there and wrong raises."""
+    try:
+        await client.connect()
+    except ServerError as error:
+        if isinstance(error.__cause__, TransientError):
+            return error
+        raise
+    return None
+
+
+async def _probed(client: TargetClient, probe_s: float) -> list[int]:
+    try:
+        return await client.probe_token_ids(probe_s)
+    except (TransientError, PermanentError) as error:
+        raise ServerError(
+            f"{client.url} lists the model but does not answer a request of one token: {error}"
+        ) from error
