@@ -1,0 +1,132 @@
+"""The draft vocabulary: what is in it, how it is numbered, and that a stale one is never used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftmill.manifests.dataset import Dataset
+from draftmill.manifests.errors import ConfigError, DamagedError, DatasetError
+from draftmill.manifests.target import TargetModel
+from draftmill.trainer.vocab import (
+    build_mapping,
+    count_tokens,
+    load_mapping,
+    make_vocab,
+    save_mapping,
+)
+from tests.trainer import tiny
+
+
+@given(st.lists(st.integers(0, 3), min_size=8, max_size=60), st.data())
+def test_the_mapping_is_speculators_and_vllms(counts: list[int], draw: st.DataObject) -> None:
+    supervised = np.array(counts, np.int64)
+    size = draw.draw(st.integers(2, len(counts)))
+    mapping = build_mapping(supervised, np.zeros_like(supervised), size, "f")
+    # vLLM: target id = draft id + d2t[draft id]; speculators: rows of the head where t2d is set
+    targets = mapping.target_ids
+    assert (np.diff(targets) > 0).all()
+    assert (np.flatnonzero(mapping.t2d) == targets).all()
+    left_out = np.setdiff1d(np.arange(len(counts)), targets)
+    if left_out.size:
+        assert supervised[targets].min() >= supervised[left_out].max()
+    assert mapping.size == size
+
+
+def test_the_mapping_is_the_one_that_speculators_builds() -> None:
+    from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+
+    rng = np.random.default_rng(0)
+    supervised = rng.integers(0, 20, 300)
+    mapping = build_mapping(supervised, np.zeros(300, np.int64), 100, "f")
+    counted = {n: int(c) for n, c in enumerate(supervised) if c}
+    d2t, t2d = build_vocab_mappings_from_distribution(counted, 100, 300)
+    assert (mapping.d2t == d2t.numpy()).all()
+    assert (mapping.t2d == t2d.numpy()).all()
+
+
+def test_left_over_places_go_to_tokens_of_prompts_then_to_low_ids() -> None:
+    supervised = np.array([0, 0, 0, 0, 9, 0, 0, 4])
+    prompts = np.array([0, 0, 0, 2, 0, 7, 1, 0])
+    assert build_mapping(supervised, prompts, 4, "f").target_ids.tolist() == [3, 4, 5, 7]
+    assert build_mapping(supervised, prompts, 6, "f").target_ids.tolist() == [0, 3, 4, 5, 6, 7]
+    assert build_mapping(supervised, prompts, 2, "f").coverage == 1.0
+    assert build_mapping(np.array([3, 1, 0]), np.zeros(3, int), 2, "f").coverage == 1.0
+    assert build_mapping(np.array([6, 3, 1]), np.zeros(3, int), 2, "f").coverage == 0.9
+
+
+@pytest.mark.parametrize("size", [0, 1, 9])
+def test_a_size_that_does_not_fit_is_refused(size: int) -> None:
+    with pytest.raises(ConfigError, match="2 to 8 fit"):
+        build_mapping(np.zeros(8, np.int64), np.zeros(8, np.int64), size, "f")
+
+
+def test_only_supervised_tokens_within_the_cut_count() -> None:
+    samples = tiny.random_samples(20)
+    columns = tiny.columns(samples, max_seq_len=15)
+    supervised, prompts = count_tokens(tiny.MemoryReader(samples), columns, tiny.VOCAB)
+    wanted = np.zeros(tiny.VOCAB, np.int64)
+    for sample in samples:
+        np.add.at(wanted, sample.completion[: 15 - len(sample.prompt)], 1)
+    assert (supervised == wanted).all()
+    assert prompts.sum() == sum(len(sample.prompt) for sample in samples)
+
+
+def test_tokens_of_another_model_are_refused() -> None:
+    samples = tiny.random_samples(5)
+    with pytest.raises(DamagedError, match="Is it the one that the completions came from"):
+        count_tokens(tiny.MemoryReader(samples), tiny.columns(samples), 50)
+
+
+def test_it_is_kept_and_used_again_until_the_data_changes(
+    tmp_path: Path, target: TargetModel
+) -> None:
+    path = tiny.build_dataset(tmp_path / "d", tiny.random_samples(10)).path
+    counted: list[int] = []
+
+    def make(size: int = 64) -> np.ndarray:
+        counted.clear()
+        return make_vocab(
+            path, size, target=target, on_progress=lambda done, of: counted.append(done)
+        ).target_ids
+
+    first = make()
+    assert counted
+    assert (make() == first).all()
+    assert not counted
+    make(65)
+    assert counted
+    stored = sorted((path / "vocab").iterdir())
+    assert len(stored) == 2
+    tiny.build_dataset(path, tiny.random_samples(10, seed=9))
+    changed = make()
+    assert counted
+    assert not np.array_equal(changed, first)
+    assert len(list((path / "vocab").iterdir())) == 3
+    stored[0].write_bytes(stored[0].read_bytes()[:-1])
+    assert load_mapping(stored[0], tiny.VOCAB) is None
+
+
+def test_a_mapping_of_another_target_is_not_used(tmp_path: Path) -> None:
+    mapping = build_mapping(np.arange(40), np.zeros(40, np.int64), 8, "f")
+    save_mapping(mapping, tmp_path / "m")
+    again = load_mapping(tmp_path / "m", 40)
+    assert again is not None
+    assert (again.d2t == mapping.d2t).all()
+    assert (again.fingerprint, again.coverage) == ("f", mapping.coverage)
+    assert load_mapping(tmp_path / "m", 41) is None
+    assert load_mapping(tmp_path / "absent", 40) is None
+
+
+def test_a_dataset_without_hidden_states_says_what_to_do(
+    tmp_path: Path, target: TargetModel
+) -> None:
+    dataset = Dataset.create(tmp_path / "d", "")
+    with dataset.writer():
+        pass
+    with pytest.raises(DatasetError, match="draftmill build"):
+        make_vocab(dataset.path, 64, target=target)

@@ -1,0 +1,56 @@
+"""What a run leaves for people and plots: log.jsonl, one JSON object a line.
+
+Lines of steps that were lost by an interruption are cut when the run goes on, so every step stands
+there once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from draftmill.manifests import files
+
+
+class RunLog:
+    """Appends to a run's log; `after_step` is where the run goes on (0 for a new one)."""
+
+    def __init__(self, path: Path, *, after_step: int) -> None:
+        kept = [line for line in read_log(path) if line.get("step", 0) <= after_step]
+        if path.exists():
+            files.write_atomic(path, "".join(_line(entry) for entry in kept), "log")
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """One line: `kind` is train, validation, checkpoint, start or end."""
+        self._file.write(_line({"kind": kind, "step": step, **values}))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a log; a torn last line is left out."""
+    entries: list[dict[str, Any]] = []
+    if not path.exists():
+        return entries
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict):
+            entries.append(entry)
+    return entries
+
+
+def _line(entry: dict[str, Any]) -> str:
+    rounded = {
+        key: float(f"{value:.6g}") if isinstance(value, float) and math.isfinite(value) else value
+        for key, value in entry.items()
+    }
+    return json.dumps(rounded, default=str) + "\n"

@@ -1,0 +1,202 @@
+"""Trains a draft model from a dataset's shards: what the command line calls.
+
+Owns the run's folder: run.json (the settings it is bound to), plan.parquet, vocab.safetensors,
+log.jsonl, checkpoints/ and, once training is done, the draft itself at its top. The loop is
+`loop`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from draftmill.manifests.dataset import Dataset
+from draftmill.manifests.errors import DatasetError
+from draftmill.manifests.reader import ShardReader
+from draftmill.manifests.target import TargetModel, check_target_layer_ids, extraction_layer_ids
+from draftmill.trainer.draft_model import create_draft, save_draft
+from draftmill.trainer.interrupt import interruptible
+from draftmill.trainer.loader import StatesShape
+from draftmill.trainer.loop import Loop, OnTrainProgress, device_of
+from draftmill.trainer.plan import Plan, load_plan, make_plan, save_plan
+from draftmill.trainer.run_folder import bind_run, locked_run
+from draftmill.trainer.settings import TrainSettings
+from draftmill.trainer.vocab import VocabMapping, load_mapping, make_vocab, save_mapping
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainReport:
+    """How a run stands when `train` returns. `tokens` and `seconds` are of the whole run.
+
+    `best_step` and `validation` are of the draft at the top of the run's folder (of the newest
+    validation while the run is unfinished); `cut` and `nothing_supervised` count samples; `waste`
+    (places left empty) and `coverage` (supervised tokens in the draft vocabulary) are parts of 1.
+    """
+
+    output: Path
+    step: int
+    steps: int
+    interrupted: bool
+    loss: float | None
+    tokens: int
+    seconds: float
+    samples: int
+    validation_samples: int
+    cut: int
+    nothing_supervised: int
+    waste: float
+    draft_vocab_size: int
+    coverage: float
+    best_step: int | None
+    validation: dict[str, float]
+
+
+def train(
+    dataset: Path,
+    settings: TrainSettings,
+    *,
+    target: TargetModel,
+    target_layer_ids: Sequence[int],
+    output: Path,
+    on_progress: OnTrainProgress | None = None,
+) -> TrainReport:
+    """Train a draft for `target` on what the dataset holds, or go on with the run in `output`.
+
+    The first SIGINT or SIGTERM saves a checkpoint and returns with `interrupted` set. After a
+    SIGKILL the run goes on from its last checkpoint: the same batches, and on a CPU the same
+    losses, as without the interruption. A finished run returns at once.
+
+    Raises SettingsMismatch when `output` holds a run with other settings, DatasetError when there
+    is nothing to train on or planned samples are gone, DamagedError when one cannot be read.
+    """
+    check_target_layer_ids(target_layer_ids, target.num_layers)
+    with locked_run(output), ExitStack() as stack:
+        bind_run(output, settings, target, target_layer_ids)
+        plan = _plan(dataset, settings, output)
+        vocab = _vocab(dataset, settings, target, output)
+        shards = stack.enter_context(closing(ShardReader(Path(dataset))))
+        _check_layers(shards, plan, target, target_layer_ids)
+        loop = Loop(
+            create_draft(target, target_layer_ids, vocab, settings, device=device_of(settings)),
+            plan,
+            settings,
+            reader=shards,
+            shape=StatesShape(layers=len(target_layer_ids) + 1, hidden_size=target.hidden_size),
+            output=output,
+        )
+        stack.callback(loop.log.close)
+        _log_start(loop, vocab)
+        stop = stack.enter_context(interruptible())
+        interrupted = loop.run(stop, on_progress)
+    position = loop.position
+    return TrainReport(
+        output=output,
+        step=position.step,
+        steps=plan.steps,
+        interrupted=interrupted,
+        loss=loop.loss,
+        tokens=position.tokens,
+        seconds=position.seconds,
+        samples=len(plan.train),
+        validation_samples=len(plan.validation),
+        cut=plan.cut,
+        nothing_supervised=plan.nothing_supervised,
+        waste=plan.packing.waste,
+        draft_vocab_size=vocab.size,
+        coverage=vocab.coverage,
+        best_step=position.best_step,
+        validation=position.validation if interrupted else position.best_validation,
+    )
+
+
+def initial_draft(
+    dataset: Path,
+    settings: TrainSettings,
+    *,
+    target: TargetModel,
+    target_layer_ids: Sequence[int],
+    output: Path,
+) -> Path:
+    """The draft as a run with these settings starts: what its training is measured against."""
+    if not (output / "config.json").exists():
+        vocab = make_vocab(dataset, settings.draft_vocab_size, target=target)
+        model = create_draft(target, target_layer_ids, vocab, settings, device="cpu")
+        save_draft(model, output)
+    return output
+
+
+def initial_draft(
+    dataset: Path,
+    settings: TrainSettings,
+    *,
+    target: TargetModel,
+    target_layer_ids: Sequence[int],
+    output: Path,
+) -> Path:
+    """Write the draft as it is before the first step into `output`: a baseline to serve."""
+    vocab = make_vocab(dataset, settings.draft_vocab_size, target=target)
+    output.mkdir(parents=True, exist_ok=True)
+    save_draft(create_draft(target, target_layer_ids, vocab, settings), output)
+    return output
+
+
+def _plan(dataset: Path, settings: TrainSettings, output: Path) -> Plan:
+    # The database is closed again at once: while it is open, nobody can write the dataset.
+    with Dataset.open(dataset).reader() as reader:
+        table = reader.extracted()
+    path = output / "plan.parquet"
+    if path.exists():
+        return load_plan(path, table, settings.max_seq_len)
+    plan = make_plan(table, settings)
+    save_plan(plan, path)
+    return plan
+
+
+def _vocab(
+    dataset: Path, settings: TrainSettings, target: TargetModel, output: Path
+) -> VocabMapping:
+    """The run's own copy of its mapping: the dataset may grow and get another one."""
+    path = output / "vocab.safetensors"
+    found = load_mapping(path, target.vocab_size)
+    if found is None or found.size != settings.draft_vocab_size:
+        found = make_vocab(dataset, settings.draft_vocab_size, target=target)
+        save_mapping(found, path)
+    return found
+
+
+def _check_layers(
+    shards: ShardReader, plan: Plan, target: TargetModel, target_layer_ids: Sequence[int]
+) -> None:
+    """The layers that the hidden states say they are must be those that the draft is told."""
+    content = shards.header("extract", plan.train.states_location(0)).content
+    stored = tuple(content.get("layer_ids") or ())
+    wanted = extraction_layer_ids(target_layer_ids, target.num_layers)
+    if stored and stored != wanted:
+        raise DatasetError(
+            f"The hidden states are of layers {list(stored)}, the draft is to use {list(wanted)} "
+            "(the last is the model's output). Extract again, or set target_layer_ids alike."
+        )
+
+
+def _log_start(loop: Loop, vocab: VocabMapping) -> None:
+    plan = loop.plan
+    loop.log.write(
+        "start",
+        loop.position.step,
+        steps=plan.steps,
+        samples=len(plan.train),
+        validation_samples=len(plan.validation),
+        tokens=plan.packing.tokens,
+        rows_per_epoch=plan.packing.rows,
+        waste=plan.packing.waste,
+        cut=plan.cut,
+        nothing_supervised=plan.nothing_supervised,
+        draft_vocab_size=vocab.size,
+        coverage=vocab.coverage,
+        device=loop.device,
+        torch=torch.__version__,
+    )
