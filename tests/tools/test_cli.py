@@ -1,0 +1,213 @@
+"""The commands that need no server, as a person types them: output, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftmill.manifests import files
+from draftmill.manifests.dataset import Dataset
+from draftmill.tools import reference
+from draftmill.tools.cli import COMMANDS, main
+from tests.manifests import workload
+
+
+class Run:
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def __call__(self, *words: str, code: int = 0) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        captured = self.capsys.readouterr()
+        self.err = captured.err
+        assert ended.value.code == code, captured
+        return captured.out
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return Run(capsys)
+
+
+NUMBERS = ("--target", "m", "--hidden-size", "64", "--layers", "8", "--vocab-size", "100")
+
+
+@pytest.fixture
+def dataset(run: Run, tmp_path: Path) -> Dataset:
+    path = tmp_path / "ds"
+    run("init", str(path), *NUMBERS)
+    workload.run(path, workload.Journal(tmp_path / "journal"))
+    return Dataset(path)
+
+
+def test_init_add_status(run: Run, tmp_path: Path) -> None:
+    path = str(tmp_path / "ds")
+    out = run("init", path, *NUMBERS)
+    assert "layers 2, 4, 5, 8" in out
+    assert "512 bytes a token" in out
+    source = tmp_path / "p.jsonl"
+    source.write_text('{"prompt": "a"}\nnonsense\n{"prompt": "b"}\n')
+    assert "2 added, 0 known already, 1 skipped" in run("add", path, str(source))
+    assert f"{source}:2:" in run.err
+    assert "0 added, 2 known already" in run("add", path, str(source))
+    found = json.loads(run("status", path, "--json"))
+    assert found["prompts"]["total"] == found["prompts"]["pending"] == 2
+    assert set(found) >= {"prompts", "tokens", "truncated", "disk"}
+    assert "pending" in run("status", path)
+    run("init", path, *NUMBERS, code=1)
+    assert "is a dataset already" in run.err
+
+
+def test_status_and_estimate_keys_are_stable(run: Run, dataset: Dataset) -> None:
+    found = json.loads(run("status", str(dataset.path), "--json"))
+    assert list(found["prompts"]) == [
+        "total", "pending", "generated", "timed_out", "failed", "rejected", "extracted",
+    ]  # fmt: skip
+    assert list(found["tokens"]) == ["prompt", "completion", "extracted"]
+    assert set(found["disk"]) >= {
+        "budget_bytes", "used_bytes", "completions_bytes", "hidden_states_bytes",
+        "manifest_bytes", "staging_bytes", "free_bytes", "bytes_per_token",
+        "compression_ratio", "samples_that_still_fit",
+    }  # fmt: skip
+    assert found["disk"]["used_bytes"] == files.folder_bytes(dataset.path)
+
+
+@pytest.mark.parametrize(
+    ("samples", "raw", "printed"),
+    [
+        (10_000, 2_348_810_240_000, "2.35 TB (2.14 TiB)"),
+        (50_000, 11_744_051_200_000, "11.7 TB (10.7 TiB)"),
+    ],
+)
+def test_estimate_reproduces_the_published_sizes(
+    run: Run, samples: int, raw: int, printed: str
+) -> None:
+    words = ["estimate", "--hidden-size", "7168", "--layers", "4"]
+    words += ["--samples", str(samples), "--tokens-per-sample", "4096"]
+    found = json.loads(run(*words, "--json"))
+    assert found["bytes_per_token"] == 57_344
+    assert found["raw_bytes"] == raw
+    assert printed in run(*words)
+
+
+def test_estimate_reproduces_the_published_hours(run: Run) -> None:
+    found = json.loads(
+        run(
+            "estimate", "--hidden-size", "7168", "--layers", "4", "--samples", "25000",
+            "--tokens-per-sample", "650", "--generate-rate", "1600", "--json",
+        )
+    )  # fmt: skip
+    assert found["hours"]["generate"] == pytest.approx(2.8, abs=0.05)
+
+
+def test_estimate_says_what_is_missing(run: Run) -> None:
+    run("estimate", "--layers", "4", code=2)
+    assert "--hidden-size, --samples, --tokens-per-sample" in run.err
+
+
+def test_sql(run: Run, dataset: Dataset) -> None:
+    query = "SELECT state, count(*) AS n FROM samples GROUP BY ALL ORDER BY n"
+    out = run("sql", str(dataset.path), query, "--json")
+    assert [json.loads(line)["n"] for line in out.splitlines()] == [1, 1, 12]
+    run("sql", str(dataset.path), "SELECT nonsense", code=2)
+    assert "nonsense" in run.err
+
+
+def test_verify_and_repair(run: Run, dataset: Dataset) -> None:
+    path = str(dataset.path)
+    assert "24 samples" in run("verify", path)
+    shard = next(iter(dataset.hidden_states_dir.iterdir()))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    found = json.loads(run("verify", path, "--json", code=1))
+    assert not found["ok"]
+    assert found["damaged"][0]["shard"].endswith(shard.name)
+    assert "1 repaired" in run("verify", path, "--repair")
+    assert json.loads(run("verify", path, "--json"))["damaged"] == []
+
+
+def test_verify_repair_rebuilds_a_lost_manifest(run: Run, dataset: Dataset) -> None:
+    dataset.manifest_path.unlink()
+    run("status", str(dataset.path), code=1)
+    assert "verify" in run.err
+    run("verify", str(dataset.path), "--repair")
+    assert "rebuilt" in run.err
+    assert "24 samples" in run("verify", str(dataset.path))
+
+
+def test_retry_and_evict(run: Run, dataset: Dataset) -> None:
+    path = str(dataset.path)
+    run("retry", path, code=2)
+    assert "2 rows" in run("retry", path, "--timed-out", "--rejected")
+    assert "0 rows" in run("retry", path, "--failed")
+    run("evict", path, code=2)
+    assert "12 rows to extract" in run("evict", path, "--all")
+
+
+def test_a_second_writer_is_told_who_the_first_is(run: Run, dataset: Dataset) -> None:
+    source = dataset.path.parent / "p.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    with dataset.writer(**workload.SIZES):
+        run("add", str(dataset.path), str(source), code=1)
+    assert "is being written by process" in run.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("status", "nothing-here"),
+        ("add", "nothing-here", "x"),
+        ("verify", "nothing-here"),
+        ("train", "nothing-here", "--output", "x"),
+    ],
+)
+def test_a_folder_that_is_no_dataset(run: Run, words: tuple[str, ...]) -> None:
+    run(*words, code=1)
+    assert "is not a dataset" in run.err
+    assert "Traceback" not in run.err
+
+
+def test_a_mistake_in_the_config_names_its_line(run: Run, dataset: Dataset) -> None:
+    text = dataset.config_path.read_text().replace("max_seq_len", "max_sequence", 1)
+    dataset.config_path.write_text(text)
+    run("retry", str(dataset.path), "--failed", code=1)
+    line = next(n for n, t in enumerate(text.splitlines(), 1) if t.startswith("max_sequence"))
+    assert f"line {line}: unknown key 'max_sequence'" in run.err
+
+
+def test_every_command_has_help_and_a_reference(run: Run) -> None:
+    for name in COMMANDS:
+        assert name in run(name, "--help")
+    page = Path(__file__).parents[2] / "docs" / "reference.md"
+    assert page.read_text() == reference.page(), (
+        "docs/reference.md is old: python -m draftmill.tools.reference > docs/reference.md"
+    )
+
+
+def test_unknown_words_are_usage_errors(run: Run) -> None:
+    run("frobnicate", code=2)
+    run("status", code=2)
+
+
+def test_debug_shows_a_traceback(run: Run) -> None:
+    run("--debug", "status", "nothing-here", code=1)
+    assert "Traceback" in run.err
+
+
+def test_help_and_status_load_no_torch(dataset: Dataset) -> None:
+    program = (
+        "import sys; from draftmill.tools.cli import _run; "
+        "assert _run(sys.argv[1:], False) == 0; "
+        "assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    for words in (["--help"], ["status", str(dataset.path)], ["verify", str(dataset.path)]):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr

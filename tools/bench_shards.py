@@ -1,0 +1,319 @@
+"""The codecs of hidden states side by side: size, speed, error. Behind `draftmill bench shards`.
+
+Owns how it is measured; making states is `bench_states`'s, the arithmetic of errors
+`codec_error`'s. Every figure of a run comes from the same states in the same process: the machine's
+other load moves all of them, and a ratio less than its parts.
+
+Legend: T tokens, L layers, H hidden size; states are bf16 bit patterns, uint16 [T, L, H].
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftmill.manifests import codec
+from draftmill.manifests.errors import UsageError
+from draftmill.manifests.target import TargetModel
+from draftmill.tools import codec_error
+
+BASELINE = "zstd-1"
+FP8 = "fp8-e4m3"
+RAW = "raw"
+SAMPLE_TOKENS = 2048
+_MIN_ROUNDS = 5
+
+Words = NDArray[np.uint16]
+
+
+class Figure(TypedDict):
+    """One figure; `ratio` is `value` over the same figure of `baseline`."""
+
+    name: str
+    value: float
+    unit: str
+    baseline: str | None
+    ratio: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardsBench:
+    """What to measure. `rounds` timings of each operation, taken in turn; the median counts."""
+
+    codecs: tuple[str, ...] = codec.CODECS
+    rounds: int = 7
+    threads: int = 2
+    kl_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        for name in self.codecs:
+            codec.parse_codec(name)
+        if self.rounds < _MIN_ROUNDS:
+            raise ValueError(f"rounds: at least {_MIN_ROUNDS}, not {self.rounds}")
+        if self.threads < 1:
+            raise ValueError(f"threads: at least 1, not {self.threads}")
+
+
+def load_states(path: Path) -> Words:
+    """Hidden states from a .npy file; UsageError where it holds something else."""
+    try:
+        states = np.load(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: no array of hidden states: {error}") from error
+    if states.dtype != np.uint16 or states.ndim != 3 or not states.size:
+        raise UsageError(
+            f"{path}: hidden states are uint16 [tokens, layers, hidden size], "
+            f"this is {states.dtype} {list(states.shape)}"
+        )
+    words: Words = states
+    return words
+
+
+def run(
+    states_file: Path | None = None,
+    *,
+    rounds: int = 7,
+    codecs: Sequence[str] = codec.CODECS,
+    model_folder: Path | None = None,
+) -> list[Figure]:
+    """The bench on the states in a file or, without one, on those of the embedded model.
+
+    `model_folder` is the model that the states in the file came from: lossy codecs then get their
+    KL through its lm_head.
+    """
+    if states_file is None:
+        # only here, so that a file can be benched where there is no torch
+        from draftmill.tools import bench_states
+        from draftmill.tools.demo import cache_folder
+        from draftmill.tools.embedded import ensure_model
+
+        model_folder = ensure_model(cache_folder())
+        states_file = bench_states.saved_states(model_folder, cache_folder())
+    target = TargetModel.from_folder(model_folder) if model_folder else None
+    settings = ShardsBench(codecs=tuple(codecs), rounds=rounds)
+    return bench_shards(load_states(states_file), settings, target=target)
+
+
+def bench_shards(
+    states_TLH: Words,
+    settings: ShardsBench | None = None,
+    *,
+    target: TargetModel | None = None,
+    on_round: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Figure]:
+    """Measure every codec and plain zstd-1 on these states.
+
+    With `target`, whose last layer must be the states' last, lossy codecs and fp8 also get their
+    KL through its lm_head. `on_round(done, rounds)` is called as the timing goes on.
+    """
+    settings = settings or ShardsBench()
+    samples = [
+        np.ascontiguousarray(states_TLH[start : start + SAMPLE_TOKENS])
+        for start in range(0, len(states_TLH), SAMPLE_TOKENS)
+    ]
+    contenders: list[_Contender] = [_PlainZstd(samples)]
+    contenders += [_Codec(name, samples) for name in settings.codecs]
+    figures = _ratios(contenders, states_TLH.nbytes)
+    figures += _speeds(contenders, states_TLH.nbytes, settings, on_round)
+    figures += _errors(contenders, states_TLH, settings, target)
+    return figures
+
+
+class _Contender:
+    """One way to store the samples: what is stored, and operations on sample i, any thread."""
+
+    name: str
+
+    def __init__(self, samples: Sequence[Words]) -> None:
+        self.samples = samples
+        self.out = [np.zeros_like(sample) for sample in samples]
+        self.stored: list[list[bytes]] = [[] for _ in samples]
+        for index in range(len(samples)):
+            self.encode(index)
+
+    def encode(self, index: int) -> None:
+        """Encode sample `index` into `stored`."""
+        raise NotImplementedError
+
+    def decode(self, index: int) -> None:
+        """Decode `stored` of sample `index` into `out`."""
+        raise NotImplementedError
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all payloads."""
+        return sum(len(block) for blocks in self.stored for block in blocks)
+
+
+class _PlainZstd(_Contender):
+    """Each block of words as one zstd frame of level 1, read into a buffer that is kept."""
+
+    name = BASELINE
+
+    def encode(self, index: int) -> None:
+        self.stored[index] = [
+            codec.compress(block.reshape(-1).view(np.uint8), level=1)
+            for block in _blocks(self.samples[index])
+        ]
+
+    def decode(self, index: int) -> None:
+        for frame, block in zip(self.stored[index], _blocks(self.out[index]), strict=True):
+            codec.decompress_into(frame, block.reshape(-1).view(np.uint8))
+
+
+class _Codec(_Contender):
+    def __init__(self, name: str, samples: Sequence[Words]) -> None:
+        self.name = name
+        super().__init__(samples)
+        # buffers for a whole sample, as a loader has them, and for the last one's short block
+        self._planes = {
+            (place, block.shape): [
+                np.zeros(spec.shape, np.uint8) for spec in codec.plane_specs(name, block.shape)
+            ]
+            for sample in (samples[0], samples[-1])
+            for place, block in enumerate(_blocks(sample))
+            if name != RAW
+        }
+
+    def encode(self, index: int) -> None:
+        self.stored[index] = codec.encode_states(self.samples[index], self.name)
+
+    def decode(self, index: int) -> None:
+        codec.decode_states(self.name, self.stored[index], self.out[index])
+
+    def decode_planes(self, index: int) -> None:
+        """Decode to planes for a device that does the rest; what is not coded stays in place."""
+        self._to_planes(index, copy=False)
+
+    def copy_planes(self, index: int) -> None:
+        """The same with every plane in the caller's buffers."""
+        self._to_planes(index, copy=True)
+
+    def _to_planes(self, index: int, *, copy: bool) -> None:
+        for place, block in enumerate(_blocks(self.samples[index])):
+            planes = self._planes[place, block.shape]
+            codec.decode_planes(self.name, self.stored[index][place], planes, copy=copy)
+
+
+def _blocks(sample: Words) -> list[Words]:
+    return [
+        sample[start : start + codec.BLOCK_TOKENS]
+        for start in range(0, len(sample), codec.BLOCK_TOKENS)
+    ]
+
+
+def _figure(
+    name: str, what: str, value: float, unit: str, base: tuple[str, float] | None
+) -> Figure:
+    return Figure(
+        name=f"{name}.{what}",
+        value=value,
+        unit=unit,
+        baseline=base[0] if base else None,
+        ratio=value / base[1] if base and base[1] else None,
+    )
+
+
+def _ratios(contenders: Sequence[_Contender], raw_bytes: int) -> list[Figure]:
+    plain = raw_bytes / contenders[0].stored_bytes
+    return [
+        _figure(item.name, "ratio", raw_bytes / item.stored_bytes, "x", (BASELINE, plain))
+        for item in contenders
+    ]
+
+
+def _speeds(
+    contenders: Sequence[_Contender],
+    raw_bytes: int,
+    settings: ShardsBench,
+    on_round: Callable[[int, int], None],
+) -> list[Figure]:
+    """Medians of MB of raw states a second, on one thread and on several."""
+    work: dict[tuple[str, str], tuple[Callable[[int], None], int]] = {}
+    for item in contenders:
+        work[item.name, "encode_mb_s"] = (item.encode, 1)
+        work[item.name, "decode_mb_s"] = (item.decode, 1)
+        if isinstance(item, _Codec) and item.name != RAW:
+            work[item.name, "decode_planes_mb_s"] = (item.decode_planes, 1)
+            work[item.name, "decode_planes_copied_mb_s"] = (item.copy_planes, 1)
+        if settings.threads > 1 and item.name != RAW:
+            work[item.name, "encode_threads_mb_s"] = (item.encode, settings.threads)
+            work[item.name, "decode_threads_mb_s"] = (item.decode, settings.threads)
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in work}
+    indices = range(len(contenders[0].samples))
+    with ThreadPoolExecutor(settings.threads) as pool:
+        for done in range(settings.rounds):
+            for key, (operation, threads) in work.items():
+                start = time.perf_counter()
+                for _ in (pool.map if threads > 1 else map)(operation, indices):
+                    pass
+                seconds[key].append(time.perf_counter() - start)
+            on_round(done + 1, settings.rounds)
+    speed = {key: raw_bytes / 1e6 / median(times) for key, times in seconds.items()}
+    figures = []
+    for (name, what), value in speed.items():
+        if "threads" in what:
+            one = what.replace("_threads", "")
+            figures.append(_figure(name, what, value, "MB/s", (f"{name}.{one}", speed[name, one])))
+            continue
+        plain = what.partition("_")[0] + "_mb_s"
+        figures.append(_figure(name, what, value, "MB/s", (BASELINE, speed[BASELINE, plain])))
+    return figures
+
+
+def _errors(
+    contenders: Sequence[_Contender],
+    states_TLH: Words,
+    settings: ShardsBench,
+    target: TargetModel | None,
+) -> list[Figure]:
+    """Errors of the lossy codecs, against fp8 with one scale per token and layer."""
+    lossy = [item for item in contenders if isinstance(item, _Codec) and not _lossless(item.name)]
+    if not lossy:
+        return []
+    stored, decoded = codec_error.fp8_round_trip(states_TLH)
+    base = _error_values(states_TLH, decoded, settings, target)
+    coded = sum(
+        len(codec.code_plane(np.ascontiguousarray(stored[start : start + codec.BLOCK_TOKENS, i])))
+        for start in range(0, len(stored), codec.BLOCK_TOKENS)
+        for i in range(stored.shape[1])
+    )
+    figures = [_figure(FP8, "ratio", states_TLH.nbytes / coded, "x", None)]
+    figures += [_figure(FP8, what, value, unit, None) for what, (value, unit) in base.items()]
+    for item in lossy:
+        for index in range(len(item.samples)):
+            item.decode(index)
+        values = _error_values(states_TLH, np.concatenate(item.out), settings, target)
+        figures += [
+            _figure(item.name, what, value, unit, (FP8, base[what][0]))
+            for what, (value, unit) in values.items()
+        ]
+    return figures
+
+
+def _lossless(name: str) -> bool:
+    return name == BASELINE or codec.is_lossless(name)
+
+
+def _error_values(
+    exact_TLH: Words, decoded_TLH: Words, settings: ShardsBench, target: TargetModel | None
+) -> dict[str, tuple[float, str]]:
+    values: dict[str, tuple[float, str]] = {}
+    by_layer = codec_error.relative_error_by_layer(exact_TLH, decoded_TLH)
+    by_channel = codec_error.channel_error_by_layer(exact_TLH, decoded_TLH)
+    for layer, (whole, channel) in enumerate(zip(by_layer, by_channel, strict=True)):
+        values[f"error.layer_{layer}"] = (whole, "relative")
+        values[f"channel_error.layer_{layer}"] = (channel, "relative")
+    if target is not None:
+        step = max(1, len(exact_TLH) // settings.kl_tokens)
+        kl = codec_error.kl_through_lm_head(target, exact_TLH[::step, -1], decoded_TLH[::step, -1])
+        values["kl"] = (kl, "nats")
+    return values

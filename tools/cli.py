@@ -1,0 +1,122 @@
+"""The command `draftmill`: loads commands when they are called and turns errors into exit codes.
+
+Commands live in modules of their own, so that `--help` and `status` start without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from draftmill.manifests.errors import DraftmillError
+
+# command → module of tools that defines it, in the order of the work
+COMMANDS = {
+    "demo": "demo",
+    "init": "init",
+    "add": "add",
+    "estimate": "estimate",
+    "serve": "serve",
+    "generate": "stages",
+    "extract": "stages",
+    "build": "stages",
+    "retry": "maintain",
+    "status": "status",
+    "sql": "status",
+    "verify": "maintain",
+    "evict": "maintain",
+    "vocab": "train",
+    "train": "train",
+    "eval": "evaluate",
+    "doctor": "doctor",
+    "bench": "bench",
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are needed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"draftmill.tools.{COMMANDS[cmd_name]}")
+        attribute = {"eval": "evaluate"}.get(cmd_name, cmd_name)
+        command: click.Command = getattr(module, f"{attribute}_command")
+        return command
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("draftmill")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(_version(), prog_name="draftmill")
+@click.option("--debug", is_flag=True, help="Show a traceback when something goes wrong.")
+@click.pass_context
+def cli(ctx: click.Context, debug: bool) -> None:
+    """Turn prompts and a served model into training data for a draft model, and train it.
+
+    \b
+    The way of the work:
+      draftmill init DATASET --target MODEL     settings of a new dataset
+      draftmill add DATASET prompts.jsonl       prompts in
+      draftmill build DATASET --serve           completions and hidden states
+      draftmill train DATASET --output DRAFT    a draft model that vLLM serves
+      draftmill eval DRAFT --target MODEL --prompts held_out.jsonl
+
+    Every command can be stopped at any moment and started again: it goes on where it was.
+    """
+    ctx.obj = {"debug": debug}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script; always ends the process with a documented exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    sys.exit(_run(words, debug))
+
+
+def _run(words: Sequence[str], debug: bool) -> int:
+    try:
+        result = cli.main(args=list(words), prog_name="draftmill", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted; everything acknowledged is kept", err=True)
+        return 130
+    except BrokenPipeError:
+        return 1
+    except DraftmillError as error:
+        if debug:
+            traceback.print_exc()
+        click.echo(f"draftmill: {error}", err=True)
+        return error.exit_code
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        click.echo(
+            f"draftmill: unexpected {type(error).__name__}: {error}\n"
+            "This is a fault in draftmill; run again with `draftmill --debug …` for a traceback.",
+            err=True,
+        )
+        return 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""`draftmill retry`, `verify` and `evict`: what is done to a dataset between runs."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from draftmill.manifests import maintenance
+from draftmill.manifests.dataset import Dataset
+from draftmill.manifests.errors import UsageError
+from draftmill.manifests.sizes import format_size, parse_size
+from draftmill.manifests.verify import VerifyReport, verify
+from draftmill.tools import settings
+from draftmill.tools.render import say
+
+
+@click.command("retry")
+@click.argument("dataset")
+@click.option("--timed-out", is_flag=True, help="Rows whose deadline passed.")
+@click.option("--failed", is_flag=True, help="Rows that a server refused or broke on.")
+@click.option("--rejected", is_flag=True, help="Rows whose sample was not usable.")
+@click.option("--truncated", is_flag=True, help="Rows whose completion was cut by its limit.")
+@click.option("--stage", type=click.Choice(["generate", "extract"]), help="Only this stage.")
+@click.option("--source", help="Only rows of this source.")
+@click.option("--error-class", help="Only rows whose last error is of this class.")
+def retry_command(
+    dataset: str,
+    timed_out: bool,
+    failed: bool,
+    rejected: bool,
+    truncated: bool,
+    stage: str | None,
+    source: str | None,
+    error_class: str | None,
+) -> None:
+    """Put rows of DATASET back, so that the next run asks for them again. History stays.
+
+    \b
+    draftmill retry DATASET --timed-out --failed
+    """
+    states = [
+        name
+        for name, wanted in (
+            ("timed_out", timed_out),
+            ("failed", failed),
+            ("rejected", rejected),
+        )
+        if wanted
+    ]
+    if not states and not truncated:
+        raise UsageError("say what to retry: --timed-out, --failed, --rejected or --truncated")
+    opened = Dataset.open(dataset)
+    with opened.writer(**settings.writer_options(opened, settings.load(opened))) as writer:
+        ids = maintenance.select(
+            writer,
+            states=states,
+            truncated=truncated,
+            stage=stage,
+            source=source,
+            error_class=error_class,
+        )
+        count = maintenance.retry(writer, ids)
+    click.echo(f"{count:,} rows will be asked again")
+
+
+@click.command("verify")
+@click.argument("dataset")
+@click.option("--repair", is_flag=True, help="Put damaged rows back; rebuild a lost manifest.")
+@click.option("--deep", is_flag=True, help="Also decode every sample and look for NaN and Inf.")
+@click.option("--threads", default=2, show_default=True, help="Shards checked at a time.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document with stable keys.")
+@click.pass_context
+def verify_command(
+    ctx: click.Context, dataset: str, repair: bool, deep: bool, threads: int, as_json: bool
+) -> None:
+    """Check every byte of DATASET against its checksum and every row against its bytes."""
+    opened = Dataset.open(dataset)
+    if repair:
+        with opened.writer(**settings.writer_options(opened, settings.load(opened))) as writer:
+            for line in writer.recovery.lines():
+                say(line)
+            report = verify(opened.path, writer.manifest, threads=threads, deep=deep)
+            maintenance.repair(writer, report)
+    else:
+        with opened.reader() as reader:
+            report = verify(opened.path, reader.manifest, threads=threads, deep=deep)
+    if as_json:
+        click.echo(json.dumps(report.document(), indent=2))
+    else:
+        _print_report(report)
+    if not report.ok:
+        if not as_json:
+            say(f"draftmill verify {dataset} --repair puts these rows back to be made again")
+        ctx.exit(1)
+
+
+def _print_report(report: VerifyReport) -> None:
+    for fault in report.damaged:
+        whose = "" if fault.sample is None else f", sample {fault.sample}"
+        end = fault.offset + fault.length
+        click.echo(f"damaged: {fault.shard} bytes {fault.offset}..{end}{whose}: {fault.reason}")
+    for fault in report.unused:
+        end = fault.offset + fault.length
+        click.echo(f"damage in unused bytes: {fault.shard} bytes {fault.offset}..{end}")
+    size = format_size(report.bytes_checked)
+    click.echo(
+        f"{report.samples_checked:,} samples, {size} checked: "
+        + ("ok" if not report.damaged else f"{len(report.damaged)} faults")
+        + (f", {report.repaired} repaired" if report.repaired else "")
+    )
+
+
+@click.command("evict")
+@click.argument("dataset")
+@click.option("--bytes", "size", help='Free at least this much, e.g. "200GB".')
+@click.option("--all", "everything", is_flag=True, help="All hidden states.")
+@click.option(
+    "--policy",
+    type=click.Choice(["oldest", "longest"]),
+    default="oldest",
+    show_default=True,
+    help="Which shards go first.",
+)
+@click.option("--source", help="Only shards that hold samples of this source.")
+def evict_command(
+    dataset: str, size: str | None, everything: bool, policy: str, source: str | None
+) -> None:
+    """Free hidden states of DATASET in whole shards; completions are kept.
+
+    The rows go back to `generated`: the next extract makes their hidden states again.
+    """
+    if bool(size) == everything:
+        raise UsageError("say how much to free: --bytes SIZE, or --all")
+    opened = Dataset.open(dataset)
+    wanted = None if size is None else parse_size(size)
+    with opened.writer(**settings.writer_options(opened, settings.load(opened))) as writer:
+        shards, rows, freed = maintenance.evict(writer, wanted, policy=policy, source=source)
+    click.echo(f"{shards:,} shards removed, {format_size(freed)} freed, {rows:,} rows to extract")

@@ -1,0 +1,57 @@
+"""Makes docs/reference.md: every command and every setting, from the code that defines them.
+
+`python -m draftmill.tools.reference > docs/reference.md`; a test fails when the page is old.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import textwrap
+
+import click
+
+from draftmill.tools.cli import COMMANDS, cli
+from draftmill.tools.settings import SECTIONS
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    lines = [
+        "# Reference",
+        "",
+        "Made by `python -m draftmill.tools.reference` from the code; do not edit.",
+        "",
+        "Exit codes: 0 done; 1 error; 2 usage; 3 stopped at the disk budget, the dataset can be",
+        "trained on; 4 done, but rows remain timed out or failed; 130 interrupted, everything",
+        "acknowledged is kept.",
+        "",
+        "## Commands",
+        "",
+    ]
+    context = click.Context(cli, info_name="draftmill", **cli.context_settings)
+    for name in COMMANDS:
+        command = cli.get_command(context, name)
+        assert command is not None
+        lines += [f"### {name}", "", "```", _help(command, context, name), "```", ""]
+    lines += ["## Settings", "", "Sections and keys of `config.toml`.", ""]
+    for section, settings in SECTIONS.items():
+        lines += [f"### [{section}]", "", "| key | default | meaning |", "|---|---|---|"]
+        for item in dataclasses.fields(settings):
+            default = "" if item.default in (None, "") else f"`{item.default}`"
+            text = " ".join(str(item.metadata["help"]).split()).replace("|", "\\|")
+            lines.append(f"| `{item.name}` | {default} | {text} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _help(command: click.Command, parent: click.Context, name: str) -> str:
+    # A fixed width, so that the page does not depend on who makes it.
+    context = click.Context(
+        command, info_name=name, parent=parent, terminal_width=90, max_content_width=90
+    )
+    return textwrap.dedent(command.get_help(context)).strip()
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

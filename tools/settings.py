@@ -1,0 +1,141 @@
+"""The sections of `config.toml` put together, and the sections that belong to no other room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from draftmill.builder.budget import parse_budget
+from draftmill.builder.extract_settings import ExtractSettings
+from draftmill.builder.generate_settings import GenerateSettings
+from draftmill.builder.vllm_command import ServeSettings
+from draftmill.manifests import config
+from draftmill.manifests.dataset import Dataset
+from draftmill.manifests.errors import ConfigError
+from draftmill.manifests.sizes import parse_size
+from draftmill.manifests.target import TargetModel
+from draftmill.trainer.settings import TrainSettings
+
+
+def _key(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSettings:
+    """Sizes on disk. Free to change between runs."""
+
+    disk_budget: str = _key(
+        "", 'The most bytes that dataset and staging may take, e.g. "500GB", "2TiB", "80%".'
+    )
+    shard_size: str = _key("1GiB", "Size of a hidden-states shard.")
+    completion_shard_size: str = _key("64MiB", "Size of a completions shard.")
+
+    def __post_init__(self) -> None:
+        for key in ("shard_size", "completion_shard_size"):
+            try:
+                size = parse_size(getattr(self, key))
+            except ValueError as error:
+                raise ValueError(f"{key}: {error}") from error
+            if size < 64 << 10:
+                raise ValueError(f"{key}: at least 64KiB, not {getattr(self, key)}")
+        if self.disk_budget:
+            try:
+                parse_budget(self.disk_budget, Path("/"))
+            except ValueError as error:
+                raise ValueError(f"disk_budget: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSettings:
+    """The target model. Fixed once completions exist."""
+
+    model: str = _key("", "The target model's name, as the server and the checkpoint call it.")
+    path: str = _key("", "Folder with its config and weights, if it is on this machine.")
+    hidden_size: int = _key(0, "Width of the residual stream.")
+    num_layers: int = _key(0, "Number of decoder layers, n.")
+    vocab_size: int = _key(0, "Size of its vocabulary.")
+    target_layer_ids: tuple[int, ...] = _key(
+        (), "Layers whose input the draft sees: id k is the residual stream after k layers."
+    )
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("model: the target model's name is missing")
+        for key in ("hidden_size", "num_layers", "vocab_size"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key}: at least 1, not {getattr(self, key)}")
+        ids = self.target_layer_ids
+        if len(ids) != 3:
+            raise ValueError(
+                f"target_layer_ids: EAGLE-3 takes exactly 3 layers, not {len(ids)}; vLLM loads no "
+                "draft with another number (vllm#54526)"
+            )
+        if list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > self.num_layers:
+            raise ValueError(
+                f"target_layer_ids: ascending numbers from 0 to {self.num_layers}, not {list(ids)}"
+            )
+
+    @property
+    def extraction_layer_ids(self) -> tuple[int, ...]:
+        """The auxiliary layers, then the last one."""
+        return (*self.target_layer_ids, self.num_layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything in one config file."""
+
+    dataset: DatasetSettings
+    target: TargetSettings
+    generate: GenerateSettings
+    extract: ExtractSettings
+    serve: ServeSettings
+    train: TrainSettings
+
+
+SECTIONS: dict[str, type] = {
+    "dataset": DatasetSettings,
+    "target": TargetSettings,
+    "generate": GenerateSettings,
+    "extract": ExtractSettings,
+    "serve": ServeSettings,
+    "train": TrainSettings,
+}
+
+
+def load(dataset: Dataset, /, **overrides: dict[str, Any]) -> Settings:
+    """The settings of a dataset; `overrides`: command-line values by section, None if unset."""
+    sections = config.read(dataset.config_path, SECTIONS)
+    for name, values in overrides.items():
+        given = {key: value for key, value in values.items() if value is not None}
+        try:
+            sections[name] = replace(sections[name], **given)
+        except ValueError as error:
+            raise ConfigError(f"--{str(error).replace('_', '-', 1)}") from error
+    return Settings(**sections)
+
+
+def writer_options(dataset: Dataset, settings: Settings) -> dict[str, Any]:
+    """Arguments for `Dataset.writer` that follow from the settings."""
+    budget = settings.dataset.disk_budget
+    return {
+        "shard_bytes": parse_size(settings.dataset.shard_size),
+        "completion_shard_bytes": parse_size(settings.dataset.completion_shard_size),
+        "budget_bytes": parse_budget(budget, dataset.path) if budget else None,
+        "staging": staging_folder(dataset, settings),
+    }
+
+
+def staging_folder(dataset: Dataset, settings: Settings) -> Path:
+    """Where the extraction server leaves its files."""
+    given = settings.extract.staging
+    return Path(given) if given else dataset.path / "staging"
+
+
+def target_model(settings: Settings) -> TargetModel | None:
+    """Facts of the target read from its folder, if the folder is here."""
+    if not settings.target.path:
+        return None
+    return TargetModel.from_folder(Path(settings.target.path), name=settings.target.model)

@@ -1,0 +1,266 @@
+"""`draftmill serve`, `generate`, `extract` and `build`: filling a dataset from vLLM servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from draftmill.builder.budget import Budget
+from draftmill.builder.extract import Layers, extract
+from draftmill.builder.generate import generate
+from draftmill.builder.launcher import Server
+from draftmill.builder.progress import StageReport
+from draftmill.manifests.dataset import Dataset
+from draftmill.manifests.errors import UsageError
+from draftmill.manifests.writer import DatasetWriter
+from draftmill.tools.render import Display, say, stage_line
+from draftmill.tools.settings import Settings, load, staging_folder, writer_options
+from draftmill.tools.train import make_vocab
+
+Kind = Literal["generate", "extract"]
+_RESTARTS = 3
+
+URLS = click.option(
+    "--url", "urls", multiple=True, metavar="URL", help="A server; give it once per server."
+)
+
+
+def exit_code(reports: Sequence[StageReport], left: dict[str, int]) -> int:
+    """The documented exit code: 130 interrupted, 3 budget, 1 stopped, 4 rows left, 0 done."""
+    if any(report.interrupted for report in reports):
+        return 130
+    if any(report.over_budget for report in reports):
+        return 3
+    if any(report.stopped for report in reports):
+        return 1
+    return 4 if left["timed_out"] or left["failed"] else 0
+
+
+def target_argument(settings: Settings) -> str:
+    """What a server is to load: the folder if it is here, else the name."""
+    return settings.target.path or settings.target.model
+
+
+async def run_generate(
+    writer: DatasetWriter, settings: Settings, urls: Sequence[str]
+) -> StageReport:
+    """The generate stage, with its progress on the screen."""
+    chosen = settings.generate
+    if chosen.model is None:
+        chosen = replace(chosen, model=settings.target.model)
+    with Display("generate") as show:
+        report = await generate(writer, chosen, urls, show)
+    say(stage_line(report))
+    return report
+
+
+async def run_extract(
+    writer: DatasetWriter, settings: Settings, urls: Sequence[str], staging: Path
+) -> StageReport:
+    """The extract stage, with its progress on the screen."""
+    target = settings.target
+    with Display("extract") as show:
+        report = await extract(
+            writer,
+            settings.extract,
+            urls,
+            model=settings.generate.model or target.model,
+            layers=Layers(layer_ids=target.extraction_layer_ids, hidden_size=target.hidden_size),
+            staging=staging,
+            budget=Budget(
+                limit_bytes=writer.budget_bytes, dataset=writer.dataset.path, staging=staging
+            ),
+            on_progress=show,
+        )
+    say(stage_line(report))
+    return report
+
+
+async def serve_and_run(
+    kind: Kind, writer: DatasetWriter, settings: Settings, staging: Path
+) -> StageReport:
+    """Start the stage's server, or find it running, run the stage and stop the server.
+
+    A server that dies is started again, a few times: the stage then goes on where it was.
+    """
+    for restarts_left in reversed(range(_RESTARTS + 1)):
+        async with _server(kind, writer, settings, staging) as server:
+            if kind == "generate":
+                work = run_generate(writer, settings, [server.url])
+            else:
+                work = run_extract(writer, settings, [server.url], staging)
+            stage, death = asyncio.create_task(work), asyncio.create_task(server.died())
+            try:
+                await asyncio.wait((stage, death), return_when=asyncio.FIRST_COMPLETED)
+                if stage.done() or not restarts_left:
+                    return await stage
+                error = death.result()
+            finally:
+                for task in (stage, death):
+                    task.cancel()
+                await asyncio.gather(stage, death, return_exceptions=True)
+        say(f"{error}\nstarting it again")
+    raise AssertionError("unreachable")
+
+
+def _server(kind: Kind, writer: DatasetWriter, settings: Settings, staging: Path) -> Server:
+    model = target_argument(settings)
+    name = settings.generate.model or settings.target.model
+    run_folder = writer.dataset.path
+    if kind == "generate":
+        return Server.generation(
+            model, settings.serve, name=name, run_folder=run_folder, on_wait=say
+        )
+    return Server.extraction(
+        model,
+        settings.serve,
+        name=name,
+        layer_ids=settings.target.extraction_layer_ids,
+        staging=staging,
+        run_folder=run_folder,
+        on_wait=say,
+    )
+
+
+def build(
+    opened: Dataset, settings: Settings, stages: Sequence[Kind], urls: dict[Kind, tuple[str, ...]]
+) -> tuple[list[StageReport], dict[str, int]]:
+    """Run stages one after the other; a stage without URLs starts its own server."""
+    reports: list[StageReport] = []
+    staging = staging_folder(opened, settings)
+    with opened.writer(**writer_options(opened, settings)) as writer:
+        for line in writer.recovery.lines():
+            say(line)
+        todo = {"generate": "pending", "extract": "generated"}
+        for stage in stages:
+            if not writer.count(todo[stage]):  # type: ignore[arg-type]
+                say(f"{stage}: nothing to do")
+                continue
+            if stage == "extract" and not urls[stage]:
+                staging.mkdir(parents=True, exist_ok=True)
+            if not urls[stage]:
+                work = serve_and_run(stage, writer, settings, staging)
+            elif stage == "generate":
+                work = run_generate(writer, settings, urls[stage])
+            else:
+                work = run_extract(writer, settings, urls[stage], staging)
+            reports.append(asyncio.run(work))
+            last = reports[-1]
+            if last.interrupted or last.stopped or last.over_budget:
+                break
+        left = writer.summary()["prompts"]
+    return reports, left
+
+
+def finish(ctx: click.Context, reports: Sequence[StageReport], left: dict[str, int]) -> None:
+    """Say what is left and end with the documented exit code."""
+    counts = ", ".join(
+        f"{count:,} {name.replace('_', ' ')}" for name, count in left.items() if count
+    )
+    click.echo(f"dataset: {counts or 'empty'}")
+    if left["timed_out"] or left["failed"]:
+        say(f"`draftmill retry {ctx.params['dataset']} --timed-out --failed` asks for these again")
+    ctx.exit(exit_code(reports, left))
+
+
+@click.command("generate")
+@click.argument("dataset")
+@URLS
+@click.option("--serve", is_flag=True, help="Start the server, and stop it at the end.")
+@click.option("--concurrency", type=int, help="Requests at once on each server.")
+@click.option("--timeout", "timeout_s", type=float, help="Seconds that a request may take.")
+@click.pass_context
+def generate_command(
+    ctx: click.Context,
+    dataset: str,
+    urls: tuple[str, ...],
+    serve: bool,
+    concurrency: int | None,
+    timeout_s: float | None,
+) -> None:
+    """Have the target model answer every pending prompt of DATASET.
+
+    \b
+    draftmill generate DATASET --url http://127.0.0.1:8000
+    """
+    _one_way(urls, serve)
+    opened = Dataset.open(dataset)
+    given = {"concurrency": concurrency, "timeout_s": timeout_s}
+    settings = load(opened, generate=given)
+    finish(ctx, *build(opened, settings, ["generate"], {"generate": urls, "extract": ()}))
+
+
+@click.command("extract")
+@click.argument("dataset")
+@URLS
+@click.option("--serve", is_flag=True, help="Start the server, and stop it at the end.")
+@click.option("--staging", metavar="DIR", help="Folder that the server writes into.")
+@click.option("--concurrency", type=int, help="Requests at once on each server.")
+@click.option("--codec", help="How hidden states are stored.")
+@click.option("--disk-budget", help='e.g. "3TB" or "80%".')
+@click.pass_context
+def extract_command(
+    ctx: click.Context,
+    dataset: str,
+    urls: tuple[str, ...],
+    serve: bool,
+    staging: str | None,
+    concurrency: int | None,
+    codec: str | None,
+    disk_budget: str | None,
+) -> None:
+    """Fetch hidden states of every generated sample of DATASET, within the disk budget.
+
+    \b
+    draftmill extract DATASET --url http://127.0.0.1:8001 --staging /dev/shm/staging
+    """
+    _one_way(urls, serve)
+    opened = Dataset.open(dataset)
+    given = {"staging": staging, "concurrency": concurrency, "codec": codec}
+    settings = load(opened, extract=given, dataset={"disk_budget": disk_budget})
+    finish(ctx, *build(opened, settings, ["extract"], {"generate": (), "extract": urls}))
+
+
+@click.command("build")
+@click.argument("dataset")
+@click.option("--serve", is_flag=True, help="Start and stop both servers, one after the other.")
+@click.option("--url", "urls", multiple=True, help="A generation server; once per server.")
+@click.option("--extract-url", "extract_urls", multiple=True, help="An extraction server.")
+@click.pass_context
+def build_command(
+    ctx: click.Context,
+    dataset: str,
+    serve: bool,
+    urls: tuple[str, ...],
+    extract_urls: tuple[str, ...],
+) -> None:
+    """Generate, extract and choose the vocabulary: everything that is still to do in DATASET.
+
+    \b
+    draftmill build DATASET --serve
+    draftmill build DATASET --url http://a:8000 --url http://b:8000 --extract-url http://c:8001
+    """
+    if serve and (urls or extract_urls):
+        raise UsageError("--serve starts its own servers; leave --url and --extract-url out")
+    if not serve and not urls and not extract_urls:
+        raise UsageError("give --serve, or servers with --url and --extract-url")
+    opened = Dataset.open(dataset)
+    settings = load(opened)
+    stages: list[Kind] = ["generate", "extract"]
+    if not serve:
+        given: dict[Kind, tuple[str, ...]] = {"generate": urls, "extract": extract_urls}
+        stages = [stage for stage in stages if given[stage]]
+    reports, left = build(opened, settings, stages, {"generate": urls, "extract": extract_urls})
+    if left["extracted"] and settings.target.path:
+        make_vocab(opened.path, settings)
+    finish(ctx, reports, left)
+
+
+def _one_way(urls: tuple[str, ...], serve: bool) -> None:
+    if serve == bool(urls):
+        raise UsageError("give --url for running servers, or --serve to start one")

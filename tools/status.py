@@ -1,0 +1,107 @@
+"""`draftmill status` and `draftmill sql`: what a dataset holds, also while it is being written."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import click
+import pyarrow as pa
+from rich.console import Console
+from rich.table import Table
+
+from draftmill.manifests.dataset import Dataset
+from draftmill.manifests.sizes import format_size
+
+
+def document(path: str) -> dict[str, Any]:
+    """The document of `status --json`."""
+    with Dataset.open(path).reader() as reader:
+        return reader.summary()
+
+
+def tables(path: str, found: dict[str, Any]) -> list[Table]:
+    """The figures of a dataset as tables for a person."""
+    prompts = Table(title=path, title_justify="left", show_header=False, box=None)
+    total = found["prompts"]["total"]
+    for state, count in found["prompts"].items():
+        share = f"{100 * count / total:.1f} %" if total and state != "total" else ""
+        prompts.add_row(state.replace("_", " "), f"{count:,}", share)
+    tokens = found["tokens"]
+    prompts.add_row("prompt tokens", f"{tokens['prompt']:,}", "")
+    prompts.add_row("completion tokens", f"{tokens['completion']:,}", "")
+    prompts.add_row("extracted tokens", f"{tokens['extracted']:,}", "")
+    prompts.add_row("truncated", f"{found['truncated']:,}", "")
+    disk = found["disk"]
+    sizes = Table(show_header=False, box=None)
+    used = format_size(disk["used_bytes"])
+    if disk["budget_bytes"]:
+        share = 100 * disk["used_bytes"] / disk["budget_bytes"]
+        used += f" of {format_size(disk['budget_bytes'])} ({share:.0f} %)"
+    sizes.add_row("used", used)
+    for key in ("completions_bytes", "hidden_states_bytes", "manifest_bytes", "staging_bytes"):
+        sizes.add_row("  " + key.removesuffix("_bytes").replace("_", " "), format_size(disk[key]))
+    sizes.add_row("free on the volume", format_size(disk["free_bytes"]))
+    if disk["bytes_per_token"]:
+        sizes.add_row(
+            "hidden states per token",
+            f"{disk['bytes_per_token']:,.0f} B stored, {disk['raw_bytes_per_token']:,.0f} B raw "
+            f"(ratio {disk['compression_ratio']:.2f})",
+        )
+        sizes.add_row("samples that still fit", f"{disk['samples_that_still_fit']:,}")
+    return [prompts, sizes]
+
+
+@click.command("status")
+@click.argument("dataset")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document with stable keys.")
+@click.option("--watch", is_flag=True, help="Show it again every 2 seconds until Ctrl-C.")
+def status_command(dataset: str, as_json: bool, watch: bool) -> None:
+    """Show what DATASET holds: rows per state, tokens, bytes.
+
+    Works while another process writes the dataset.
+    """
+    console = Console()
+    while True:
+        found = document(dataset)
+        if as_json:
+            click.echo(json.dumps(found, indent=2))
+        else:
+            if watch and console.is_terminal:
+                console.clear()
+            for table in tables(dataset, found):
+                console.print(table)
+            if running := found.get("running"):
+                console.print(f"process {found['pid']}: {running}")
+        if not watch:
+            return
+        time.sleep(2.0)
+
+
+@click.command("sql")
+@click.argument("dataset")
+@click.argument("query")
+@click.option("--json", "as_json", is_flag=True, help="Rows as JSON objects, one a line.")
+def sql_command(dataset: str, query: str, as_json: bool) -> None:
+    """Ask the manifest of DATASET a question in SQL; tables are described in docs/format.md.
+
+    \b
+    draftmill sql DATASET "SELECT source, state, count(*) FROM samples GROUP BY ALL"
+    """
+    with Dataset.open(dataset).reader() as reader:
+        found = reader.sql(query)
+    if as_json:
+        for row in found.to_pylist():
+            click.echo(json.dumps(row, default=str))
+        return
+    Console().print(_grid(found))
+
+
+def _grid(found: pa.Table) -> Table:
+    grid = Table(box=None, header_style="bold")
+    for name in found.column_names:
+        grid.add_column(name)
+    for row in found.to_pylist():
+        grid.add_row(*("" if value is None else str(value) for value in row.values()))
+    return grid
