@@ -8,6 +8,8 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 ARGS ?=
 export PYTHON
+# Some machines forbid bytecode files; then every start compiles torch and vLLM again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install demo test test-fast check format lock wheel clean distclean
 
@@ -15,7 +17,7 @@ help:
 	@echo 'make install      builds .venv with everything; the command is .venv/bin/draftmill'
 	@echo 'make demo         installs, then runs the whole job on a small model (ARGS=--small: shorter)'
 	@echo 'make test         installs, checks, and runs every test, real vLLM servers included'
-	@echo 'make test-fast    installs, and runs the tests that need no vLLM server'
+	@echo 'make test-fast    installs, and runs the tests that are quick and need no vLLM server'
 	@echo 'make check        lint, format, types, import contract'
 	@echo 'make format       puts the sources into the house format'
 	@echo 'make lock         resolves requirements/cpu.lock again'
@@ -41,7 +43,7 @@ test: check
 	$(PY) -m pytest $(ARGS)
 
 test-fast: install
-	$(PY) -m pytest -m 'not e2e' $(ARGS)
+	$(PY) -m pytest -m 'not e2e and not slow' $(ARGS)
 
 # mypy reads the rooms through the links in .venv; the messages should name the real files.
 check: install

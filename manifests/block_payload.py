@@ -56,3 +56,15 @@ class Streams:
         index = plane * self._num_layers + layer
         start, end = self._bounds[index], self._bounds[index + 1]
         return self._payload[start:end], self._raw[index]
+
+    def in_place(self, plane: int, num_bytes: int) -> memoryview | None:
+        """The bytes of a plane of all layers, `num_bytes` of them, where no layer is coded."""
+        first = plane * self._num_layers
+        end = first + self._num_layers
+        if not all(self._raw[first:end]):
+            return None
+        found = self._payload[self._bounds[first] : self._bounds[end]]
+        lengths = {self._bounds[i + 1] - self._bounds[i] for i in range(first, end)}
+        if lengths != {num_bytes // max(1, self._num_layers)}:
+            raise DamagedError(f"a plane has {len(found)} bytes where {num_bytes} must be")
+        return found

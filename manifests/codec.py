@@ -108,20 +108,31 @@ def decode_block(codec: str, payload: Buffer, out_TLH: Words) -> None:
         kind.merge(planes, out_TLH[:, layer], scratch)
 
 
-def decode_planes(codec: str, payload: Buffer, out: Sequence[Plane]) -> None:
+def decode_planes(
+    codec: str, payload: Buffer, out: Sequence[Plane], *, copy: bool = True
+) -> list[Plane]:
     """Decode one payload into its planes and stop there; `merge_planes`, or a GPU, does the rest.
 
     `out` has one contiguous uint8 array for each of `plane_specs(codec, (T, L, H))`, in its shape.
-    Raises DamagedError as `decode_block` does; `raw` has no planes and raises ValueError.
+    Returns the planes. Without `copy`, a plane that no layer has coded is not copied to `out` but
+    returned as it lies in the payload; with it, `out` is returned. Raises DamagedError as
+    `decode_block` does; `raw` has no planes and raises ValueError.
     """
     layer_codec(codec)
     num_layers = len(out[0])
     streams = Streams(payload, len(out), num_layers)
+    planes = []
     for index, plane in enumerate(out):
-        for layer in range(num_layers):
-            found = _read_plane(streams, index, layer, plane[layer])
-            if not np.shares_memory(found, plane[layer]):
-                np.copyto(plane[layer], found)
+        in_place = None if copy else streams.in_place(index, plane.nbytes)
+        if in_place is not None:
+            planes.append(np.frombuffer(in_place, np.uint8).reshape(plane.shape))
+            continue
+        for layer, target in enumerate(plane):
+            found = _read_plane(streams, index, layer, target)
+            if found is not target:
+                np.copyto(target, found)
+        planes.append(plane)
+    return planes
 
 
 def merge_planes(codec: str, planes: Sequence[Plane], out_TLH: Words) -> None:

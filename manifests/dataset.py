@@ -23,6 +23,7 @@ from draftmill.manifests.layout import Layout
 from draftmill.manifests.manifest import Manifest, ManifestDamaged
 from draftmill.manifests.reader import ShardReader
 from draftmill.manifests.recovery import recover
+from draftmill.manifests.snapshot import load_snapshot
 from draftmill.manifests.summary import summarize
 from draftmill.manifests.writer import DatasetWriter
 
@@ -45,6 +46,8 @@ class Dataset(Layout):
             files.write_atomic(dataset.config_path, config_text, "config")
         except OSError as error:
             raise DatasetError(f"{path} cannot be created: {error.strerror}") from error
+        with dataset.writer():
+            pass  # an empty manifest, so that readers find one
         return dataset
 
     @classmethod
@@ -129,7 +132,7 @@ def _rebuild_manifest(dataset: Dataset) -> Manifest:
     manifest = Manifest(temporary)
     if dataset.snapshot_path.exists():
         try:
-            manifest.load_snapshot(dataset.snapshot_path)
+            load_snapshot(manifest, dataset.snapshot_path)
         except DatasetError:
             # A damaged snapshot costs history, not completions: those are in the shards.
             aside = dataset.path / f"manifest.parquet.damaged-{time.time_ns()}"
@@ -157,7 +160,7 @@ class DatasetReader:
             if not dataset.snapshot_path.exists():
                 raise
             self.manifest = Manifest(None)
-            self.manifest.load_snapshot(dataset.snapshot_path)
+            load_snapshot(self.manifest, dataset.snapshot_path)
         self.shards = ShardReader(dataset.path)
 
     def close(self) -> None:

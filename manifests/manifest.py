@@ -6,7 +6,6 @@ what a crash leaves behind to `recovery`.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +23,10 @@ from draftmill.manifests.types import Attempt, Stage, State
 _LOCK_WAIT_S = 5.0
 # A state that a prompt may take as the direct outcome of an attempt.
 _STATE_OUTCOMES = {"generated", "extracted", "timed_out", "failed", "rejected"}
+
+
+# What a query can raise, for callers that look after it themselves.
+QueryError = duckdb.Error
 
 
 class ManifestDamaged(DatasetError):
@@ -96,6 +99,10 @@ class Manifest:
     def table(self, query: str, parameters: Sequence[Any] = ()) -> pa.Table:
         """The result of a query as an Arrow table."""
         return self._db.sql(query, params=list(parameters)).to_arrow_table()
+
+    def run(self, query: str, parameters: Sequence[Any] = ()) -> None:
+        """A statement whose result nobody needs."""
+        self._db.execute(query, list(parameters))
 
     def rows(self, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """The result of a query as tuples."""
@@ -179,35 +186,28 @@ class Manifest:
     ) -> None:
         """Append attempts and payload offsets and update the rows' states, in one transaction."""
         with self.transaction("results"):
-            self.apply(attempts, payloads)
+            self._append(attempts, payloads)
+            self._update_states(attempts)
             for kind, number in sealed:
                 self._seal_row(kind, number)
-
-    def apply(self, attempts: Sequence[Attempt], payloads: pa.Table) -> None:
-        """The body of a commit, for callers that hold a transaction."""
-        if not attempts:
-            return
-        with self.batch("new_attempts", schema.attempt_rows(attempts)):
-            self._db.execute("INSERT INTO attempts SELECT * FROM new_attempts")
-        if payloads.num_rows:
-            with self.batch("new_payloads", payloads):
-                self._db.execute("INSERT INTO payloads SELECT * FROM new_payloads")
-        self._update_states(attempts)
 
     def adopt(
         self, attempts: Sequence[Attempt], payloads: pa.Table, changes: Sequence[Attempt]
     ) -> None:
         """Take over records found on disk: their history, their offsets, and `changes` of state."""
         with self.transaction("adopt"):
-            if attempts:
-                with self.batch("new_attempts", schema.attempt_rows(attempts)):
-                    self._db.execute("INSERT INTO attempts SELECT * FROM new_attempts")
-            if payloads.num_rows:
-                with self.batch("new_payloads", payloads):
-                    self._db.execute("INSERT INTO payloads SELECT * FROM new_payloads")
+            self._append(attempts, payloads)
             self._update_states(changes)
 
+    def _append(self, attempts: Sequence[Attempt], payloads: pa.Table) -> None:
+        for table, rows in (("attempts", schema.attempt_rows(attempts)), ("payloads", payloads)):
+            if rows.num_rows:
+                with self.batch("new_rows", rows):
+                    self._db.execute(f"INSERT INTO {table} SELECT * FROM new_rows")
+
     def _update_states(self, attempts: Sequence[Attempt]) -> None:
+        if not attempts:
+            return
         changes: dict[int, dict[str, Any]] = {}
         # In attempt order, so that the highest attempt of a row in this batch decides.
         for attempt in sorted(attempts, key=lambda a: (a.id, a.attempt)):
@@ -266,7 +266,7 @@ class Manifest:
                     "THEN 'generated'::row_state ELSE 'pending'::row_state END, stage = NULL"
                 )
             self._db.execute(f"UPDATE state SET {change} FROM reverted r WHERE state.id = r.id")
-        return batch.num_rows
+        return int(batch.num_rows)
 
     # -- shards ------------------------------------------------------------------------------
 
@@ -326,60 +326,6 @@ class Manifest:
             yield
         finally:
             self._db.unregister(name)
-
-    # -- snapshots ---------------------------------------------------------------------------
-
-    def write_snapshot(self, path: Path) -> None:
-        """Write everything but prompt texts as one Parquet file: one row per prompt."""
-        facts = json.dumps(
-            {
-                "meta": dict(self.rows("SELECT key, value FROM meta")),
-                "shards": self.table("SELECT * FROM shards").to_pylist(),
-            }
-        )
-        self._db.execute(
-            "COPY (SELECT p.*, s.* EXCLUDE (id), a.attempts_history, y.payloads "
-            "FROM prompts p JOIN state s USING (id) "
-            "LEFT JOIN (SELECT id, list(x) AS attempts_history FROM attempts x GROUP BY id) a "
-            "USING (id) "
-            "LEFT JOIN (SELECT id, list(x) AS payloads FROM payloads x GROUP BY id) y USING (id)) "
-            f"TO '{_quoted(path)}' (FORMAT parquet, COMPRESSION zstd, "
-            f"KV_METADATA {{draftmill: '{facts.replace(chr(39), chr(39) * 2)}'}})"
-        )
-
-    def load_snapshot(self, path: Path) -> None:
-        """Fill empty tables from a snapshot."""
-        try:
-            self._load_snapshot(path)
-        except (duckdb.Error, LookupError, ValueError) as error:
-            raise DatasetError(f"{path} is damaged: {error}") from error
-
-    def _load_snapshot(self, path: Path) -> None:
-        source = f"read_parquet('{_quoted(path)}')"
-        found = self.rows(
-            f"SELECT decode(value) FROM parquet_kv_metadata('{_quoted(path)}') "
-            "WHERE decode(key) = 'draftmill'"
-        )
-        facts = json.loads(found[0][0])
-        with self.transaction("restore"):
-            for key, value in facts["meta"].items():
-                self.set_meta(key, value)
-            if facts["shards"]:
-                with self.batch("old_shards", pa.Table.from_pylist(facts["shards"])):
-                    self._db.execute("INSERT INTO shards BY NAME SELECT * FROM old_shards")
-            prompts = "id, hash, source, row, conversation, off_policy, file"
-            self._db.execute(f"INSERT INTO prompts SELECT {prompts} FROM {source} ORDER BY id")
-            states = "id, state, stage, attempts, generate_payload, extract_payload"
-            self._db.execute(f"INSERT INTO state SELECT {states} FROM {source} ORDER BY id")
-            for table, column in (("attempts", "attempts_history"), ("payloads", "payloads")):
-                self._db.execute(
-                    f"INSERT INTO {table} BY NAME SELECT unnest(x) FROM "
-                    f"(SELECT unnest({column}) AS x FROM {source} ORDER BY id)"
-                )
-
-
-def _quoted(path: Path) -> str:
-    return str(path).replace("'", "''")
 
 
 def _connect(path: Path | None, read_only: bool) -> duckdb.DuckDBPyConnection:

@@ -115,8 +115,8 @@ def _scan_shard(
     """Records of a shard beyond its last acknowledged byte; cuts what is torn behind them."""
     size = path.stat().st_size
     try:
-        with open(path, "rb") as file:
-            start = data_start(file.read(8), size)
+        with open(path, "rb") as head:
+            start = data_start(head.read(8), size)
     except DamagedError as error:
         if known_end is None and is_open(path):
             # The shard was being created: it holds nothing.

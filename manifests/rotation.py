@@ -23,15 +23,17 @@ from draftmill.manifests import planes as byte_planes
 from draftmill.manifests.layer_codec import Plane, PlaneSpec, Words
 
 GROUP = 64
-# Tile elements: 16-bit copies of a tile, twice, and a 32-bit one stay in the L2 cache.
-TILE_ELEMENTS = 65_536
+# Elements worked on at once; see `planes`. More calls a tile than there, so larger tiles.
+TILE_ELEMENTS = 262_144
 # Magnitudes with these exponent fields would leave float32's range on the way: 2 ** 120 and up are
 # refused; a group whose largest magnitude is below 2 ** -100 is stored as zeros.
 MAX_EXPONENT = 127 + 120
 MIN_EXPONENT = 127 - 100
 # Words become integers of at most 9 bits, so that the sum of 64 fits in 16 bits.
 FIXED_POINT_BITS = 8
-MAX_SYMBOL = 7
+# The largest rotated value of a group is that many steps, and becomes 7: a step a little smaller
+# than a seventh is better for all the others, and the scale is fitted afterwards.
+SYMBOL_RANGE = 7.375
 
 
 def group_count(hidden_size: int) -> int:
@@ -111,8 +113,7 @@ class RotationCodec:
         symbols, exponent, rest = planes
         scales = np.empty(exponent.shape, np.uint16)
         encode(words_TH, symbols, scales, scratch)
-        work = byte_planes.scratch(exponent.shape[-1])
-        byte_planes.split(scales, exponent, rest, work, keep=byte_planes.MANTISSA_BITS)
+        byte_planes.split(scales, exponent, rest, byte_planes.scratch(exponent.shape[-1]))
 
     def merge(self, planes: Sequence[Plane], out_TH: Words, scratch: Tile) -> None:
         """See `decode`."""
@@ -214,6 +215,7 @@ def _quantise(words: Words, scales: Words, tile: Tile) -> Plane:
 
     # fixed point: the largest magnitude of a group becomes at most 510
     to_fixed = ((254 + FIXED_POINT_BITS - exponents) << 23).astype(np.uint32).view(np.float32)
+    to_fixed[zero] = 0
     np.bitwise_xor(words, _SIGN_MASK, out=words)
     np.copyto(wide, words)
     np.left_shift(wide, 16, out=wide)
@@ -222,23 +224,27 @@ def _quantise(words: Words, scales: Words, tile: Tile) -> Plane:
     np.copyto(first, floats, casting="unsafe")
     rotated = _hadamard(first, second)
 
-    # the scale in fixed point, rounded up to bf16 so that the largest becomes at most 7
     other = second if rotated is first else first
     np.abs(rotated, out=other)
-    step = other.max(axis=0).astype(np.float32) / np.float32(MAX_SYMBOL)
-    bits = (step.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF_0000)
-    step = bits.view(np.float32)
-    step[zero] = 0
-    inverse = np.zeros_like(step)
-    np.divide(np.float32(1), step, out=inverse, where=step > 0)
-    np.copyto(floats, rotated)
-    np.multiply(floats, inverse, out=floats)
-    # adding 1.5 * 2**23 rounds to nearest even and leaves the integer in the low bits
-    np.add(floats, np.float32(12_582_912 + 8), out=floats)
+    largest = other.max(axis=0).astype(np.float32)
+    largest[zero] = 1
+    weights = tile.spare[:size].reshape(GROUP, run).view(np.float32)
+    np.copyto(weights, rotated)
+    np.multiply(weights, np.float32(1) / (largest / np.float32(SYMBOL_RANGE)), out=floats)
+    np.rint(floats, out=floats)
 
+    # the scale that fits these symbols best; both sums are integers below 2 ** 24, so exact
+    np.multiply(weights, floats, out=weights)
+    best = weights.sum(axis=0)
+    np.multiply(floats, floats, out=weights)
+    squares = weights.sum(axis=0)
+    squares[zero] = 1
     from_fixed = ((exponents - FIXED_POINT_BITS - 6) << 23).astype(np.uint32).view(np.float32)
-    scales[...] = (step * from_fixed).view(np.uint32) >> 16
+    bits = (best / squares * from_fixed).view(np.uint32)
+    scales[...] = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
+    # adding 1.5 * 2 ** 23 leaves the integer in the low bits
+    np.add(floats, np.float32(12_582_912 + 8), out=floats)
     nibbles = words.view(np.uint8).reshape(-1)[:size].reshape(GROUP, run)
     np.copyto(nibbles, wide, casting="unsafe")
     low, high = nibbles[: GROUP // 2], nibbles[GROUP // 2 :]

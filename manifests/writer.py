@@ -37,6 +37,7 @@ from draftmill.manifests.shard import (
     is_open,
     list_shards,
 )
+from draftmill.manifests.snapshot import write_snapshot
 from draftmill.manifests.summary import summarize
 from draftmill.manifests.types import (
     GeneratedSample,
@@ -311,7 +312,7 @@ class DatasetWriter:
             due = max(_SNAPSHOT_EVERY_S, 20 * self._snapshot_took)
             if snapshot or now - self._snapshot_at >= due:
                 temporary = self.dataset.path / ".manifest.parquet.tmp"
-                self.manifest.write_snapshot(temporary)
+                write_snapshot(self.manifest, temporary)
                 files.publish(temporary, self.dataset.snapshot_path, "snapshot")
                 self._snapshot_at = time.monotonic()
                 self._snapshot_took = self._snapshot_at - now

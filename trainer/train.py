@@ -121,22 +121,6 @@ def initial_draft(
     target_layer_ids: Sequence[int],
     output: Path,
 ) -> Path:
-    """The draft as a run with these settings starts: what its training is measured against."""
-    if not (output / "config.json").exists():
-        vocab = make_vocab(dataset, settings.draft_vocab_size, target=target)
-        model = create_draft(target, target_layer_ids, vocab, settings, device="cpu")
-        save_draft(model, output)
-    return output
-
-
-def initial_draft(
-    dataset: Path,
-    settings: TrainSettings,
-    *,
-    target: TargetModel,
-    target_layer_ids: Sequence[int],
-    output: Path,
-) -> Path:
     """Write the draft as it is before the first step into `output`: a baseline to serve."""
     vocab = make_vocab(dataset, settings.draft_vocab_size, target=target)
     output.mkdir(parents=True, exist_ok=True)

@@ -97,6 +97,9 @@ def test_planes_then_merge_is_decode(name: str, shape: tuple[int, int, int], see
         straight = np.zeros(shape, np.uint16)
         codec.decode_block(name, payload, straight)
         assert np.array_equal(merged, straight)
+        others = [np.zeros_like(plane) for plane in planes]
+        in_place = codec.decode_planes(name, payload, others, copy=False)
+        assert all(np.array_equal(a, b) for a, b in zip(in_place, planes, strict=True))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -110,6 +113,19 @@ def test_worst_case_is_a_bound(
     states[(states & 0x7F80) >= 0x7B00] &= 0x80FF
     payloads = codec.encode_states(states, name)
     assert sum(map(len, payloads)) <= codec.worst_case_bytes(*shape, name)
+
+
+def test_planes_as_they_lie_in_the_payload() -> None:
+    states = make_states((100, 2, 64), 12, "normal")
+    (payload,) = codec.encode_states(states, "em-zfast")
+    planes = [
+        np.zeros(spec.shape, np.uint8) for spec in codec.plane_specs("em-zfast", (100, 2, 64))
+    ]
+    _bias, exponent, rest = codec.decode_planes("em-zfast", payload, planes, copy=False)
+    assert exponent is planes[1]
+    assert not planes[2].any()
+    assert np.shares_memory(rest, np.frombuffer(payload, np.uint8))
+    assert not rest.flags.writeable
 
 
 def test_compresses_what_compresses() -> None:

@@ -86,9 +86,9 @@ def frame_with_run(size: int) -> bytes:
 def em_payload(first: bytes, *, raw: bool = False) -> bytes:
     """An em-zfast payload of SHAPE whose first exponent stream is `first`."""
     size = SHAPE[0] * SHAPE[2]
-    rest = bytes(size)
-    entries = [len(first) | (RAW if raw else 0), *[size | RAW] * 3]
-    return struct.pack("<4I", *entries) + first + rest * 3
+    biases, planes = bytes(2 * SHAPE[2]), bytes(3 * size)
+    entries = [SHAPE[2] | RAW] * 2 + [len(first) | (RAW if raw else 0)] + [size | RAW] * 3
+    return struct.pack("<6I", *entries) + biases + first + planes
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,21 @@ def test_hostile_frames(stream: bytes) -> None:
 @pytest.mark.parametrize("entry", [0, RAW, 0x7FFF_FFFF, 0xFFFF_FFFF, 5])
 def test_hostile_entries(entry: int) -> None:
     payload = encoded("em-zfast")
-    with pytest.raises(DamagedError):
-        decode("em-zfast", struct.pack("<I", entry) + payload[4:])
+    for place in range(6):
+        changed = payload[: 4 * place] + struct.pack("<I", entry) + payload[4 * place + 4 :]
+        with pytest.raises(DamagedError):
+            decode("em-zfast", changed)
+
+
+def test_plane_in_place_has_its_size() -> None:
+    """Two layers' streams of the wrong lengths, but the right sum, are no plane."""
+    size = SHAPE[0] * SHAPE[2]
+    sizes = [SHAPE[2], SHAPE[2], size, size, size - 1, size + 1]
+    payload = struct.pack("<6I", *(RAW | length for length in sizes)) + bytes(sum(sizes))
+    planes = [np.zeros(spec.shape, np.uint8) for spec in codec.plane_specs("em-zfast", SHAPE)]
+    for copy in (True, False):
+        with pytest.raises(DamagedError):
+            codec.decode_planes("em-zfast", payload, planes, copy=copy)
 
 
 def test_block_count_must_fit() -> None:

@@ -14,6 +14,7 @@ from draftmill.manifests import maintenance
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DatasetError, LockedError, SettingsMismatch
 from draftmill.manifests.manifest import Manifest
+from draftmill.manifests.snapshot import load_snapshot
 from draftmill.manifests.verify import verify
 from tests.manifests import workload
 
@@ -206,7 +207,7 @@ def test_the_snapshot_holds_what_the_database_holds(full: Dataset) -> None:
     query = "SELECT * FROM {} ORDER BY ALL"
     live = Manifest(full.manifest_path, read_only=True)
     restored = Manifest(None)
-    restored.load_snapshot(full.snapshot_path)
+    load_snapshot(restored, full.snapshot_path)
     for table in ("prompts", "state", "attempts", "payloads", "shards", "meta"):
         assert live.rows(query.format(table)) == restored.rows(query.format(table)), table
 

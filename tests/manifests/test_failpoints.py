@@ -73,8 +73,9 @@ def test_the_job_reaches_every_kind_of_operation(failpoints: dict[str, int]) -> 
     assert {"write.completions.before", "write.hidden_states.seal.before"} <= set(failpoints)
 
 
+@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_at_every_failpoint(
-    zygote: Zygote, failpoints: dict[str, int], tmp_path: Path
+    zygote: Zygote, failpoints: dict[str, int], tmp_path: Path, every: int
 ) -> None:
     cases = []
     for number, (name, count) in enumerate(failpoints.items()):
@@ -83,7 +84,7 @@ def test_kill_at_every_failpoint(
         cases.append(f"{name}@{hit}")
         if name.startswith("write.") and name.endswith(".before"):
             cases.append(f"{name}@{hit}=torn")
-    for number, case in enumerate(cases):
+    for number, case in enumerate(cases[::every]):
         folder = tmp_path / f"d{number}"
         assert zygote.run(folder, case) == -9, f"{case} was not reached"
         # A second crash while recovering must not make it worse; then the job runs to its end.
@@ -96,6 +97,7 @@ def test_kill_at_every_failpoint(
         assert len(on_disk) == 2 * (workload.PROMPTS - 2), f"{case}: {len(on_disk)} records"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", [("manifest.duckdb",), ("manifest.duckdb", "manifest.parquet")])
 def test_kill_then_lose_the_manifest(zygote: Zygote, tmp_path: Path, gone: tuple[str, ...]) -> None:
     for case in ("commit.results.before@4", "commit.results.after@8", "sync.hidden_states.after@3"):
@@ -109,6 +111,7 @@ def test_kill_then_lose_the_manifest(zygote: Zygote, tmp_path: Path, gone: tuple
         assert len(on_disk) == len(set(on_disk)) == 2 * (workload.PROMPTS - 2)
 
 
+@pytest.mark.slow
 def test_disk_full_at_every_write_leaves_a_dataset(
     zygote: Zygote, failpoints: dict[str, int], tmp_path: Path
 ) -> None:

@@ -116,15 +116,25 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step], lis
     return folder, steps, journal_path.read_text().splitlines()
 
 
-@pytest.mark.parametrize("unsynced", ["dropped", "kept", "torn"])
+@pytest.mark.parametrize(
+    ("unsynced", "every"),
+    [
+        ("torn", 12),
+        pytest.param("dropped", 1, marks=pytest.mark.slow),
+        pytest.param("kept", 1, marks=pytest.mark.slow),
+        pytest.param("torn", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_every_prefix_recovers(
-    log: tuple[Path, list[Step], list[str]], tmp_path: Path, unsynced: str
+    log: tuple[Path, list[Step], list[str]], tmp_path: Path, unsynced: str, every: int
 ) -> None:
     origin, steps, journal = log
     disk = Disk()
     seen: set[tuple[Any, ...]] = set()
     for number, step in enumerate(steps):
         disk.apply(step)
+        if number % every:
+            continue
         root = tmp_path / str(number)
         disk.write_to(root, origin, unsynced)
         state = tuple(
