@@ -23,8 +23,8 @@ import tenacity
 from draftmill.builder.failures import (
     ConnectionCutError,
     GarbledReplyError,
-    OverloadedError,
     ServerFailedError,
+    status_error,
 )
 from draftmill.builder.metrics import ServerLoad, parse_metrics
 from draftmill.builder.replies import (
@@ -34,6 +34,7 @@ from draftmill.builder.replies import (
     rebuilt_completion,
 )
 from draftmill.builder.retry_policy import RetryPolicy
+from draftmill.builder.urls import split_url
 from draftmill.manifests.errors import (
     PermanentError,
     ServerError,
@@ -51,8 +52,6 @@ CONNECT_S = 10.0
 SHORT_CALL_S = 15.0
 PROBE_S = 120.0
 MAX_CONNECTIONS = 8192
-TRANSIENT_STATUS = {408, 409, 425, 429}
-PERMANENT_SERVER_STATUS = {501, 505}
 TELEMETRY_HEADERS = (
     "X-Stainless-Arch",
     "X-Stainless-Async",
@@ -63,8 +62,6 @@ TELEMETRY_HEADERS = (
     "X-Stainless-Runtime-Version",
     "x-stainless-read-timeout",
 )
-# The server as a whole is wrong, not this request: no row may pay for it.
-WRONG_SERVER_STATUS = {401, 403, 404}
 
 
 async def retried(
@@ -327,7 +324,9 @@ class TargetClient:
 
     def _mapped(self, error: openai.APIError) -> Exception:
         if isinstance(error, openai.APIStatusError):
-            return self._status_error(error)
+            return status_error(
+                self.url, error.status_code, _server_words(error), _retry_after_s(error)
+            )
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
@@ -340,34 +339,6 @@ class TargetClient:
                 return ConnectionCutError(f"connection to {self.url} cut: {_words(cause)}")
             cause = cause.__cause__
         return ConnectionCutError(f"request to {self.url} failed: {_words(error)}")
-
-    def _status_error(self, error: openai.APIStatusError) -> Exception:
-        status = error.status_code
-        words = f"HTTP {status}: {_server_words(error)}"
-        if status in (429, 503):
-            return OverloadedError(words, http_status=status, retry_after_s=_retry_after_s(error))
-        if status in WRONG_SERVER_STATUS:
-            hint = " Set DRAFTMILL_API_KEY." if status in (401, 403) else ""
-            return ServerError(f"{self.url} answers {words}{hint}")
-        if status in TRANSIENT_STATUS or (status >= 500 and status not in PERMANENT_SERVER_STATUS):
-            return ServerFailedError(words, http_status=status, retry_after_s=_retry_after_s(error))
-        return PermanentError(words, http_status=status)
-
-
-def split_url(url: str) -> tuple[str, str]:
-    """(API base ending in /v1, server root) of what a person typed."""
-    text = url if "://" in url else f"http://{url}"
-    text = text.rstrip("/")
-    try:
-        parts = urlsplit(text)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        valid = False
-    if not valid:
-        raise ServerError(f"{url!r} is not a server URL; expected http://HOST:PORT/v1")
-    if not parts.path:
-        text += "/v1"
-    return text, text.removesuffix("/v1")
 
 
 def _words(error: BaseException) -> str:

@@ -8,7 +8,8 @@ ExampleHiddenStatesConnector (the interface is the same in 0.24 to 0.32); this s
 - writes `FILE.part` and renames it, so `FILE` is whole whenever it exists,
 - says in `FILE.error` why a file could not be written, and keeps the engine alive,
 - writes nothing for a request that its client has given up,
-- puts `target_layer_ids` into the file's metadata, so that a reader can compare them.
+- puts `target_layer_ids` into the file's metadata, so that a reader can compare them,
+- rounds to the dtype that `states_dtype` in its extra config names, whatever the model computes in.
 
 As with the stock connector, `FILE.lock` is held with LOCK_EX until the write has ended.
 
@@ -86,6 +87,15 @@ class DraftmillConnector(stock.ExampleHiddenStatesConnector):
 
     # ---- in the worker's process
 
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        name = self._kv_transfer_config.get_from_extra_config("states_dtype", None)
+        states_dtype = self._kv_cache.dtype if name is None else getattr(torch, name, None)
+        if states_dtype not in _DTYPE_NAMES:
+            # at the start, not at the first request
+            raise ValueError(f"states_dtype {name or states_dtype} cannot be written")
+        self._states_dtype = states_dtype
+
     def wait_for_save(self) -> None:
         if not (self._is_tp_rank_zero and self.use_lock and self.has_connector_metadata()):
             return
@@ -154,7 +164,7 @@ class DraftmillConnector(stock.ExampleHiddenStatesConnector):
         if kv_cache.device.type != "cuda":
             # indexing copies, so the blocks may be freed when this returns
             on_host = stock.extract_from_kv_cache(kv_cache, slots.to(kv_cache.device), num_tokens)
-            return on_host.cpu().contiguous(), CopyDone()
+            return on_host.to("cpu", self._states_dtype).contiguous(), CopyDone()
         cuda: Any = torch.cuda
         stream = self._get_copy_stream()
         written = cuda.Event()
@@ -163,7 +173,7 @@ class DraftmillConnector(stock.ExampleHiddenStatesConnector):
         with cuda.stream(stream), _sync_allowed():
             on_device = stock.extract_from_kv_cache(
                 kv_cache, slots.to(kv_cache.device, non_blocking=True), num_tokens
-            )
+            ).to(self._states_dtype)
             pinned = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
             pinned.copy_(on_device, non_blocking=True)
         copied = cuda.Event()

@@ -152,6 +152,13 @@ class Deadline:
         pace = clock.seconds_per_token
         return None if pace is None else max(self.floor_s, self.tokens * pace)
 
+    def sums(self, clock: PaceClock) -> str:
+        """The arithmetic behind it, for the history of a request that was late."""
+        pace = clock.seconds_per_token
+        if pace is None:
+            return "no speed could be measured"
+        return f"{self.tokens:,.0f} tokens at {pace:.3g} s each, at least {self.floor_s:g} s"
+
     def passed(self, clock: PaceClock, now_s: float, rule: DeadlineRule) -> bool:
         """Whether the request is late by the arithmetic and by any fixed timeout."""
         elapsed = now_s - self.started_s

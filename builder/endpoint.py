@@ -1,7 +1,8 @@
 """One server under load: its limit, its pace, its requests in flight, and whether it is there.
 
-Owns breaker and watchdog of the server. Which row goes where is left to `pool`, how often a row is
-tried to the retry policy, the sums behind deadlines and limits to `deadline` and `controller`.
+Owns the server's breaker and the end of requests that are late. Looking at the server is left to
+`watch`, which row goes where to `pool`, the sums behind deadlines and limits to `deadline` and
+`controller`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftmill.builder.client import ServedModel, TargetClient
-from draftmill.builder.controller import Controller, Reading
+from draftmill.builder.controller import Controller
 from draftmill.builder.deadline import ActiveClock, Deadline, DeadlineRule, PaceClock
 from draftmill.builder.failures import ConnectionCutError, OverloadedError, ServerFailedError
 from draftmill.builder.metrics import ServerLoad
@@ -35,7 +36,7 @@ BAD_SHARE = 0.8
 RECOVERY_BASE_S = 0.5
 RECOVERY_MAX_S = 30.0
 MOVE_AFTER_S = 60.0
-HEALTH_FRESH_S = 1.0
+HEALTH_FRESH_S = 0.2
 
 Log = Callable[["Endpoint", str], None]
 
@@ -57,6 +58,16 @@ class Flight:
     deadline: Deadline
     timeout: asyncio.Timeout
     cut: str | None = None
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened since the last reading of the server."""
+
+    completions: int = 0
+    tokens: int = 0
+    overloads: int = 0
+    most_taken: int = 0
 
 
 class Endpoint:
@@ -82,25 +93,19 @@ class Endpoint:
         self.load: ServerLoad | None = None
         self.state = "up"
         self.reason = ""
+        self.progress_s = active.seconds  # when something last showed that the server works
         self.taken = 0  # requests, and tokens they may take, that `pool` sent or will send
         self.taken_tokens = 0
         self.max_in_flight_tokens: int | None = None
         self.flights: set[Flight] = set()
-        self._patience = patience
+        self.since = Tally()
+        self.patience = patience
         self._active = active
         self._probe_ids = probe_ids
         self._log = log
-        self._changed = changed
+        self.changed = changed
         self._paused_until = 0.0
         self._outcomes: deque[bool] = deque(maxlen=OUTCOMES)
-        self._overloads = 0
-        self._completions = 0
-        self._completed_tokens = 0
-        self._progress_s = 0.0
-        self._read_s = 0.0
-        self._gaps = 0
-        self._most_taken = 0
-        self._empty_s: float | None = None
         self._health: asyncio.Task[bool] | None = None
         self._health_at = 0.0
         self._recovery: asyncio.Task[None] | None = None
@@ -130,7 +135,7 @@ class Endpoint:
         """Counts a request that will be sent; `give_back` when it is over."""
         self.taken += 1
         self.taken_tokens += tokens
-        self._most_taken = max(self._most_taken, self.taken)
+        self.since.most_taken = max(self.since.most_taken, self.taken)
 
     def give_back(self, tokens: int) -> None:
         """The request is over."""
@@ -183,22 +188,15 @@ class Endpoint:
 
     def _succeeded(self, flight: Flight, tokens: int) -> None:
         self._outcomes.append(True)
-        self._completions += 1
-        self._completed_tokens += tokens
-        self._progress_s = self._active.seconds
+        self.since.completions += 1
+        self.since.tokens += tokens
+        self.progress_s = self._active.seconds
         self.pace.completed(tokens, self._active.seconds - flight.deadline.started_s)
 
     def _cut_error(self, flight: Flight) -> RequestError:
         elapsed = self._active.seconds - flight.deadline.started_s
         if flight.cut == "deadline":
-            allowed = flight.deadline.seconds(self.pace)
-            pace = self.pace.seconds_per_token
-            sums = (
-                "no speed could be measured"
-                if pace is None or allowed is None
-                else f"{flight.deadline.tokens:,.0f} tokens at {pace:.3g} s each, at least "
-                f"{flight.deadline.floor_s:g} s"
-            )
+            sums = flight.deadline.sums(self.pace)
             return TimedOutError(f"no answer after {elapsed:,.1f} s ({sums})")
         if flight.cut == "lost":
             return ConnectionCutError("the server has no request running, this one was lost")
@@ -210,7 +208,7 @@ class Endpoint:
             self.go_down(str(error))
             return
         if isinstance(error, OverloadedError):
-            self._overloads += 1
+            self.since.overloads += 1
             if error.retry_after_s:
                 self.pause(error.retry_after_s)
             return
@@ -225,7 +223,7 @@ class Endpoint:
     def pause(self, seconds: float) -> None:
         """Sends nothing for some seconds, as the server asked."""
         self._paused_until = max(self._paused_until, time.monotonic() + seconds)
-        asyncio.get_running_loop().call_later(seconds, self._changed)
+        asyncio.get_running_loop().call_later(seconds, self.changed)
 
     async def _healthy(self) -> bool:
         """Whether the server is alive; one question at a time for all requests that wonder."""
@@ -235,94 +233,7 @@ class Endpoint:
             self._health = asyncio.create_task(self.client.healthy())
         return await asyncio.shield(self._health)
 
-    # -- looking at the server -------------------------------------------------------------------
-
-    async def watch(self) -> None:
-        """Reads the server's load for ever: moves its clock and its limit, notices a standstill."""
-        while True:
-            await asyncio.sleep(self._patience.interval_s)
-            if self.state == "up":
-                await self.read()
-
-    async def read(self) -> None:
-        """One reading of the server."""
-        answered = True
-        load = None
-        try:
-            load = await self.client.metrics()
-        except TransientError:
-            answered = False
-        seconds = self._active.seconds - self._read_s
-        self._read_s = self._active.seconds
-        if self.state != "up":
-            return
-        if not answered:
-            # no news is no progress: the watchdog decides, and the clock stands still meanwhile
-            self.pace.read(self.load, 0.0, gap=True)
-            self._check_progress()
-            return
-        before = self.load
-        self.load = load
-        gap, self._gaps = self._active.gaps != self._gaps, self._active.gaps
-        generated = self.pace.read(load, seconds, gap=gap, ours=self._most_taken)
-        self._most_taken = self.taken
-        prefilled = load.prompt_tokens - before.prompt_tokens if load and before else 0.0
-        idle = not self.flights
-        if generated > 0 or prefilled > 0 or idle:
-            self._progress_s = self._active.seconds
-        if load is not None and load.kv_tokens and self.max_in_flight_tokens is None:
-            self.max_in_flight_tokens = int(0.95 * load.kv_tokens)
-        rate = self._completed_tokens / seconds if seconds > 0 else 0.0
-        if load is None:
-            self.pace.tokens_per_s = rate
-        elif seconds > 0:
-            rate = generated / seconds
-        if seconds > 0:
-            decision = self.controller.read(
-                Reading(
-                    in_flight=self.taken,
-                    tokens_per_s=rate,
-                    completions=self._completions,
-                    overloads=self._overloads,
-                    load=load,
-                )
-            )
-            self._completions = self._completed_tokens = self._overloads = 0
-            if decision is not None:
-                self._log(self, f"limit {decision.limit}: {decision.reason}")
-        self._check_lost()
-        self._check_progress()
-        self._changed()
-
-    def _check_lost(self) -> None:
-        """Requests of which an idle server knows nothing: answered into a dead connection."""
-        now = self._active.seconds
-        if self.load is None or self.load.requests or not self.flights:
-            self._empty_s = None
-            return
-        if self._empty_s is None:
-            self._empty_s = now
-        for flight in list(self.flights):
-            if now - max(self._empty_s, flight.deadline.started_s) >= self._patience.lost_s:
-                self._cut(flight, "lost")
-
-    def _check_progress(self) -> None:
-        quiet = self._active.seconds - self._progress_s
-        patience = self._patience.watchdog_s
-        if not self.pace.has_metrics:
-            # without counters only finished requests show progress, and these may be long ones
-            longest = max((each.deadline.tokens for each in self.flights), default=0.0)
-            patience = max(5 * patience, 2 * longest * (self.pace.seconds_per_token or 0.0))
-        if not self.flights or quiet < patience:
-            return
-        self._progress_s = self._active.seconds
-        if self.pace.has_metrics:
-            self.go_down(
-                f"no token generated for {quiet:,.0f} s with {len(self.flights)} requests there",
-                cut=True,
-            )
-        else:
-            self.go_down(f"no request finished for {quiet:,.0f} s")
+    # -- late and lost ---------------------------------------------------------------------------
 
     def tick(self, seconds: float) -> int:
         """So many active seconds passed: ends requests that are late; returns how many."""
@@ -336,10 +247,11 @@ class Endpoint:
             and flight.deadline.passed(self.pace, self._active.seconds, self.rule)
         ]
         for flight in late:
-            self._cut(flight, "deadline")
+            self.cut(flight, "deadline")
         return len(late)
 
-    def _cut(self, flight: Flight, why: str) -> None:
+    def cut(self, flight: Flight, why: str) -> None:
+        """Ends a request; `why` decides what that means for its row."""
         flight.cut = why
         with suppress(RuntimeError):  # it ended in this very moment
             flight.timeout.reschedule(asyncio.get_running_loop().time())
@@ -350,7 +262,7 @@ class Endpoint:
         """Sends nothing until the server has answered a probe; `cut` takes its requests back."""
         if cut:
             for flight in list(self.flights):
-                self._cut(flight, reason)
+                self.cut(flight, reason)
         if self.state != "up":
             return
         self.state, self.reason = "down", reason
@@ -370,22 +282,22 @@ class Endpoint:
                 if (wrong := self._wrong_model(models)) is not None:
                     self.die(f"came back with another model: {wrong}")
                     return
-                ids = await self.client.probe_token_ids(self._patience.probe_s)
+                ids = await self.client.probe_token_ids(self.patience.probe_s)
             except (RequestError, ServerError) as error:
                 self.reason = str(error)
                 if self._active.seconds - since > MOVE_AFTER_S:
                     for flight in list(self.flights):
-                        self._cut(flight, self.reason)
+                        self.cut(flight, self.reason)
                 continue
             if self._probe_ids is not None and ids != self._probe_ids:
                 self.die("came back with another chat template or tokenizer")
                 return
             self.state, self.reason = "up", ""
-            self._progress_s = self._read_s = self._active.seconds
+            self.progress_s = self._active.seconds
             self.pace.read(self.load, 0.0, gap=True)
             self.controller.restart()
             self._log(self, f"server is back, limit {self.controller.limit}")
-        self._changed()
+        self.changed()
 
     def _wrong_model(self, models: Sequence[ServedModel]) -> ServerError | None:
         try:
@@ -399,8 +311,8 @@ class Endpoint:
         self.state, self.reason = "dead", reason
         self._log(self, f"given up: {reason}")
         for flight in list(self.flights):
-            self._cut(flight, reason)
-        self._changed()
+            self.cut(flight, reason)
+        self.changed()
 
     async def aclose(self) -> None:
         """Stops probing and closes the connections; requests in flight are aborted."""

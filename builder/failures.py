@@ -1,8 +1,13 @@
-"""The kinds of transient failure that the retry policy and the history tell apart."""
+"""The kinds of failure that retry policy and history tell apart, and which HTTP status is which."""
 
 from __future__ import annotations
 
-from draftmill.manifests.errors import TransientError
+from draftmill.manifests.errors import PermanentError, ServerError, TransientError
+
+TRANSIENT_STATUS = {408, 409, 425}
+PERMANENT_SERVER_STATUS = {501, 505}
+# The server as a whole is wrong, not this request: no row may pay for it.
+WRONG_SERVER_STATUS = {401, 403, 404}
 
 
 class OverloadedError(TransientError):
@@ -19,3 +24,16 @@ class ConnectionCutError(TransientError):
 
 class GarbledReplyError(TransientError):
     """A reply that is not what the protocol says."""
+
+
+def status_error(url: str, status: int, words: str, retry_after_s: float | None) -> Exception:
+    """The error of an HTTP status, with the server's own words."""
+    text = f"HTTP {status}: {words}"
+    if status in (429, 503):
+        return OverloadedError(text, http_status=status, retry_after_s=retry_after_s)
+    if status in WRONG_SERVER_STATUS:
+        hint = " Set DRAFTMILL_API_KEY." if status in (401, 403) else ""
+        return ServerError(f"{url} answers {text}{hint}")
+    if status in TRANSIENT_STATUS or (status >= 500 and status not in PERMANENT_SERVER_STATUS):
+        return ServerFailedError(text, http_status=status, retry_after_s=retry_after_s)
+    return PermanentError(text, http_status=status)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 from draftmill.builder import gates
@@ -25,11 +23,14 @@ from draftmill.builder.endpoint import Endpoint, Patience
 from draftmill.builder.gates import UserGate
 from draftmill.builder.generate_settings import GenerateSettings
 from draftmill.builder.pool import Pool
-from draftmill.builder.progress import OnProgress, Progress, StageReport
+from draftmill.builder.progress import OnProgress, StageReport
+from draftmill.builder.reasoning import ReasoningGuard
 from draftmill.builder.room import BYTES_PER_TOKEN, most_stored_bytes
 from draftmill.builder.row import RowRunner
 from draftmill.builder.servers import Servers, open_servers
 from draftmill.builder.stop import StopSignals
+from draftmill.builder.story import Publisher, Story
+from draftmill.builder.watch import Watch
 from draftmill.manifests.errors import BudgetError, ServerError
 from draftmill.manifests.maintenance import retry, select
 from draftmill.manifests.types import PendingPrompt, Result
@@ -42,8 +43,7 @@ T = TypeVar("T")
 PAGE_ROWS = 256
 TICK_S = 0.25
 SHOW_S = 2.0
-RATE_S = 60.0
-REASONING_REPLIES = 20
+NOTE_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -97,23 +97,25 @@ class _Stage:
         self._budget = budget
         self._pool = Pool()
         self._active = ActiveClock(time.monotonic())
-        self._on_progress = on_progress
-        self._progress = Progress(
-            stage="generate", budget_bytes=None if budget is None else budget.limit_bytes
+        self._story = Story(
+            self.report,
+            on_progress,
+            in_flight=lambda: self._pool.in_flight,
+            budget_bytes=None if budget is None else budget.limit_bytes,
         )
-        self._committer = Committer(_Publisher(self), on_committed=self._committed)
+        self._committer = Committer(
+            Publisher(writer, self._story.progress, budget), on_committed=self._story.committed
+        )
         self._runner = RowRunner(self._pool, settings, user_gate, self._committer.put)
         self._tasks: set[asyncio.Task[None]] = set()
         self._uncommitted = 0
         self._fewer = asyncio.Event()
         self._halted = asyncio.Event()
         self._error: BaseException | None = None
-        self._rates: deque[tuple[float, int, int]] = deque()
-        self._decisions: list[dict[str, Any]] = []
-        self._shown_s = 0.0
         self._timeout_noted: dict[str, float] = {}
-        self._reasoning_seen = settings.reasoning != "required"
-        self._unreasoned: list[tuple[Result, Reservation | None]] = []
+        self._reasoning: ReasoningGuard[Reservation | None] = ReasoningGuard(
+            required=settings.reasoning == "required"
+        )
 
     async def run(self, urls: Sequence[str], signals: StopSignals) -> None:
         async with AsyncExitStack() as stack:
@@ -132,13 +134,16 @@ class _Stage:
                 self._settings.fingerprint(servers.model, servers.probe),
                 growable=("max_completion_tokens",),
             )
-            self._progress.total = await self._committer.call(self._writer.count, "pending")
-            await asyncio.gather(*(each.read() for each in endpoints if each.state == "up"))
+            self._story.progress.total = await self._committer.call(self._writer.count, "pending")
+            watches = [
+                Watch(each, each.patience, self._active, self._story.decided) for each in endpoints
+            ]
+            await asyncio.gather(*(each.read() for each in watches))
             self._pool.add(endpoints)
             background = [
                 asyncio.create_task(self._tick()),
                 asyncio.create_task(self._obey(signals)),
-                *(asyncio.create_task(each.watch()) for each in endpoints),
+                *(asyncio.create_task(each.run()) for each in watches),
             ]
             try:
                 await self._passes()
@@ -169,8 +174,8 @@ class _Stage:
                 probe_s=PROBE_S,
             ),
             self._active,
-            probe_ids=servers.probe_ids,
-            log=self._decided,
+            probe_ids=servers.probe_ids if settings.check_template else None,
+            log=self._story.decided,
             changed=self._pool.changed,
         )
         endpoint.max_in_flight_tokens = settings.max_in_flight_tokens
@@ -189,8 +194,7 @@ class _Stage:
                 if not late:
                     return
                 await self._committer.call(retry, self._writer, late)
-                self._progress.total += max(0, len(late) - self.report.outcomes["timed_out"])
-                self.report.outcomes["timed_out"] = self._progress.timed_out = 0
+                self._story.asked_again(len(late))
                 log.info("asking %d timed-out prompts again, with longer deadlines", len(late))
             await _first(asyncio.create_task(self._dispatch(2.0**number)), self._halted)
             if self._halted.is_set():
@@ -246,8 +250,13 @@ class _Stage:
     ) -> None:
         try:
             result = await self._runner.run(row, endpoint, tokens, patience)
-            if not self._holds_back(result, room):
-                await self._put(result, room)
+            if self._reasoning.holds_back(result, room):
+                if self._reasoning.missing is not None:
+                    self._halt(ServerError(self._reasoning.missing))
+                return
+            await self._put(result, room)
+            if self._reasoning.seen:
+                await self._release_unreasoned()
         except Exception as error:
             self._halt(error)
 
@@ -263,32 +272,8 @@ class _Stage:
 
         await self._committer.put(result, then=committed)
 
-    def _holds_back(self, result: Result, room: Reservation | None) -> bool:
-        """Keeps replies without reasoning until one has it: a server without its reasoning
-        parser must not turn every row into a rejected one."""
-        if self._reasoning_seen:
-            return False
-        if result.attempt.error_class != "no_reasoning":
-            if result.attempt.outcome in ("generated", "rejected"):
-                self._reasoning_seen = True
-                task = asyncio.create_task(self._release_unreasoned())
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-            return False
-        self._unreasoned.append((result, room))
-        if len(self._unreasoned) == REASONING_REPLIES:
-            self._halt(
-                ServerError(
-                    f"{REASONING_REPLIES} replies and no reasoning in any of them, though "
-                    'generate.reasoning is "required". Start the server with its '
-                    '--reasoning-parser, or set reasoning to "any".'
-                )
-            )
-        return True
-
     async def _release_unreasoned(self) -> None:
-        held, self._unreasoned = self._unreasoned, []
-        for result, room in held:
+        for result, room in self._reasoning.release():
             await self._put(result, room)
 
     # -- watching --------------------------------------------------------------------------------
@@ -305,6 +290,7 @@ class _Stage:
         self._halt()
 
     async def _tick(self) -> None:
+        shown_s = 0.0
         while True:
             await asyncio.sleep(TICK_S)
             step = self._active.tick(time.monotonic())
@@ -312,9 +298,10 @@ class _Stage:
                 endpoint.tick(step)
             if (reason := self._pool.hopeless(self._settings.give_up_s)) is not None:
                 self._halt(reason=reason)
-            if self._active.seconds - self._shown_s >= SHOW_S:
+            if self._active.seconds - shown_s >= SHOW_S:
+                shown_s = self._active.seconds
                 self._check_timeout()
-                self._show()
+                self._story.show()
                 try:
                     await self._flush_decisions()
                 except Exception as error:
@@ -332,83 +319,14 @@ class _Stage:
                 self._settings.deadline_margin,
             )
             noted = self._timeout_noted.get(each.name, float("-inf"))
-            if sums is not None and self._active.seconds - noted > RATE_S:
+            if sums is not None and self._active.seconds - noted > NOTE_S:
                 self._timeout_noted[each.name] = self._active.seconds
-                self._decided(each, sums)
-
-    def _decided(self, endpoint: Endpoint, decision: str) -> None:
-        """A decision about a server: into the `control` table, the log and the progress line."""
-        load = endpoint.load
-        self._decisions.append(
-            {
-                "time": time.time(),
-                "endpoint": endpoint.name,
-                "limit": endpoint.controller.limit,
-                "running": None if load is None else load.running,
-                "waiting": None if load is None else load.waiting,
-                "kv_usage": None if load is None else load.kv_usage,
-                "tokens_per_s": endpoint.pace.tokens_per_s,
-                "decision": decision,
-            }
-        )
-        log.info("%s: %s", endpoint.name, decision)
-        self._progress.note = decision
+                self._story.decided(each, sums)
 
     async def _flush_decisions(self) -> None:
-        rows, self._decisions = self._decisions, []
+        rows, self._story.decisions = self._story.decisions, []
         if rows:
             await self._committer.call(self._writer.control, rows)
-
-    # -- telling ---------------------------------------------------------------------------------
-
-    def _committed(self, results: Sequence[Result]) -> None:
-        tokens = done = 0
-        for result in results:
-            attempt = result.attempt
-            self.report.outcomes[attempt.outcome] += 1
-            done += attempt.outcome != "transient"
-            if attempt.outcome == "generated":
-                tokens += attempt.completion_tokens or 0
-                self.report.truncated += attempt.finish_reason == "length"
-        self.report.tokens += tokens
-        now = time.monotonic()
-        self._rates.append((now, tokens, done))
-        while self._rates[0][0] < now - RATE_S:
-            self._rates.popleft()
-        self._show()
-
-    def _show(self) -> None:
-        self._shown_s = self._active.seconds
-        outcomes, progress = self.report.outcomes, self._progress
-        progress.timed_out = outcomes["timed_out"]
-        progress.failed, progress.rejected = outcomes["failed"], outcomes["rejected"]
-        progress.done = outcomes["generated"] + progress.failed + progress.rejected
-        progress.in_flight = self._pool.in_flight
-        progress.tokens = self.report.tokens
-        if self._rates:
-            span = max(1.0, time.monotonic() - self._rates[0][0])
-            progress.tokens_per_s = sum(each[1] for each in self._rates) / span
-            progress.samples_per_s = sum(each[2] for each in self._rates) / span
-        if self._on_progress is not None:
-            self._on_progress(progress)
-
-
-class _Publisher:
-    """The committer's view of the writer: what is published says how far this run is."""
-
-    def __init__(self, stage: _Stage) -> None:
-        self._stage = stage
-
-    def commit(self, results: Sequence[Result], /) -> None:
-        self._stage._writer.commit(results)
-
-    def publish(self) -> None:
-        progress = self._stage._progress
-        budget = self._stage._budget
-        progress.used_bytes = (
-            budget.used_bytes if budget is not None else self._stage._writer.used_bytes()
-        )
-        self._stage._writer.publish(running=asdict(progress))
 
 
 async def _first(work: asyncio.Task[T], stop: asyncio.Event) -> T | None:

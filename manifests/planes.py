@@ -83,8 +83,10 @@ def channel_bias(words_TH: Words, bias_H: Plane) -> None:
     if num_tokens < MIN_BIAS_TOKENS:
         bias_H.fill(0)
         return
-    exponents = words_TH[:: max(1, num_tokens // BIAS_TOKENS)] >> 7 & 0xFF
-    total = exponents.sum(axis=0, dtype=np.uint32)
+    exponents = words_TH[:: max(1, num_tokens // BIAS_TOKENS)] >> 7
+    np.bitwise_and(exponents, 0xFF, out=exponents)
+    # fewer than 2 * BIAS_TOKENS of them: the sum stays below 2 ** 16
+    total = exponents.sum(axis=0, dtype=np.uint16)
     bias_H[:] = (total + len(exponents) // 2) // len(exponents)
 
 

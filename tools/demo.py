@@ -45,8 +45,8 @@ class Size:
     eval_untrained: bool
 
 
-FULL = Size(prompts=340, completion_tokens=96, steps=300, eval_untrained=True)
-SMALL = Size(prompts=100, completion_tokens=64, steps=60, eval_untrained=False)
+FULL = Size(prompts=240, completion_tokens=96, steps=400, eval_untrained=True)
+SMALL = Size(prompts=100, completion_tokens=64, steps=100, eval_untrained=False)
 
 
 class Log:
@@ -85,10 +85,14 @@ def prepare(folder: Path, size: Size) -> Dataset:
             extract={"max_seq_len": 512, "concurrency": 8},
             serve={"max_model_len": 1024, "args": ("--max-num-seqs", "32")},
             train={
+                # Found by search: more and smaller steps beat longer rows and more draft tokens.
                 "draft_vocab_size": 4096,
-                "max_seq_len": 512,
+                "max_seq_len": 352,
                 "steps": size.steps,
-                "lr": 2e-3,
+                "lr": 1e-3,
+                "warmup": 0.1,
+                "ttt_steps": 2,
+                "ttt_decay": 0.8,
                 "validation": 0.05,
             },
             # Small, so that the demo shows sealed shards too.

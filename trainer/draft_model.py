@@ -7,7 +7,7 @@ is left to `train`, the vocabulary to `vocab`, the decoder's sizes to `draft_sha
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -119,6 +119,8 @@ def _finish(model: DraftModel, target: TargetModel, settings: TrainSettings) -> 
         model.verifier_lm_head.weight.copy_(_tensor(target.lm_head(target_ids)))
         norm = _tensor(target.final_norm()).float()
         model.verifier_norm.weight.copy_(norm + 1 if target.norm_adds_one else norm)
+    if model._attn_impl == "eager":
+        model._create_mask_fn = _dense_mask
     for name, parameter in model.named_parameters():
         frozen = name in _VERIFIER or name == "embed_tokens.weight"
         frozen |= name == "lm_head.weight" and not settings.train_lm_head
@@ -129,6 +131,27 @@ def _finish(model: DraftModel, target: TargetModel, settings: TrainSettings) -> 
 def _attention(device: str) -> str:
     # Flex attention is compiled for a GPU; on a CPU the plain one is what works.
     return "eager" if device == "cpu" else "simple_flex_attention"
+
+
+def _dense_mask(
+    mask_mod: Callable[..., Tensor],
+    *,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device,
+) -> Tensor:
+    """Additive attention mask [1, 1, Q, K] of a rule over positions: 0 to attend, -inf not to.
+
+    In place of speculators' own, which maps the rule over single positions: that costs more than
+    the layers of a small draft. Here the rule sees all positions at once.
+    """
+    queries = torch.arange(Q_LEN, device=device).unsqueeze(1)
+    keys = torch.arange(KV_LEN, device=device).unsqueeze(0)
+    zero = queries.new_zeros(())
+    allowed = mask_mod(zero, zero, queries, keys)
+    return torch.zeros(Q_LEN, KV_LEN, device=device).masked_fill_(~allowed, -torch.inf)[None, None]
 
 
 def _tensor(array: NDArray[Any]) -> Tensor:

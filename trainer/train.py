@@ -1,6 +1,6 @@
 """Trains a draft model from a dataset's shards: what the command line calls.
 
-Owns the run's folder: run.json (the settings it is bound to), plan.parquet, vocab.safetensors,
+Owns the run's folder: run.json (the settings it is bound to), plan.parquet, vocab/,
 log.jsonl, checkpoints/ and, once training is done, the draft itself at its top. The loop is
 `loop`'s.
 """
@@ -144,7 +144,9 @@ def _vocab(
     dataset: Path, settings: TrainSettings, target: TargetModel, output: Path
 ) -> VocabMapping:
     """The run's own copy of its mapping: the dataset may grow and get another one."""
-    path = output / "vocab.safetensors"
+    # Not beside the draft: vLLM loads every safetensors file that lies there.
+    path = output / "vocab" / "mapping.safetensors"
+    path.parent.mkdir(exist_ok=True)
     found = load_mapping(path, target.vocab_size)
     if found is None or found.size != settings.draft_vocab_size:
         found = make_vocab(dataset, settings.draft_vocab_size, target=target)

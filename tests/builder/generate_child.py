@@ -1,4 +1,4 @@
-"""A process that generates and may be killed: python -m tests.builder.generate_child DATASET URL.
+"""A process that generates and may be killed: ... -m tests.builder.generate_child PATH URL JSON.
 
 Appends the id of every acknowledged completion to DATASET.acknowledged after its commit returned.
 """
@@ -6,6 +6,7 @@ Appends the id of every acknowledged completion to DATASET.acknowledged after it
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from draftmill.manifests.writer import DatasetWriter
 from tests.builder.generation import QUICK
 
 
-def main(path: str, url: str) -> None:
+def main(path: str, url: str, settings: str) -> None:
     log = os.open(f"{path}.acknowledged", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     commit = DatasetWriter.commit
 
@@ -29,7 +30,9 @@ def main(path: str, url: str) -> None:
     DatasetWriter.commit = logged  # type: ignore[method-assign]
     with Dataset.open(path).writer() as writer:
         os.write(1, b"ready\n")
-        report = asyncio.run(generate(writer, GenerateSettings(**QUICK), [url]))
+        report = asyncio.run(
+            generate(writer, GenerateSettings(**QUICK | json.loads(settings)), [url])
+        )
     sys.exit(0 if report.stopped is None else 1)
 
 

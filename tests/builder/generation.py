@@ -56,7 +56,9 @@ def new_dataset(path: Path, prompts: int) -> Dataset:
 
 @contextmanager
 def writer_of(path: Path, prompts: int) -> Iterator[DatasetWriter]:
-    with new_dataset(path, prompts).writer() as writer:
+    """The writer of a new dataset with these prompts."""
+    with Dataset.create(path, "").writer() as writer:
+        writer.add_prompts(prompt(number) for number in range(prompts))
         yield writer
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.builder.client import TargetClient, retried, split_url
+from draftmill.builder.client import TargetClient, retried
 from draftmill.builder.failures import (
     ConnectionCutError,
     GarbledReplyError,
@@ -20,6 +20,7 @@ from draftmill.builder.failures import (
 from draftmill.builder.metrics import parse_metrics
 from draftmill.builder.replies import completion_of_reply
 from draftmill.builder.retry_policy import RetryBudget, RetryPolicy
+from draftmill.builder.urls import split_url
 from draftmill.manifests.errors import (
     PermanentError,
     RejectedError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from draftmill.manifests.dataset import Dataset
 from tests.builder.generation import check_served, messages, new_dataset, states
@@ -19,9 +21,11 @@ CLONE = Path(__file__).parents[2]
 CONCURRENCY = 16
 
 
-async def start(path: Path, url: str) -> Process:
+async def start(path: Path, url: str, **settings: Any) -> Process:
+    """A process that generates; its dataset is open when this returns."""
     environment = {**os.environ, "PYTHONPATH": str(CLONE)}
-    command = (sys.executable, "-m", "tests.builder.generate_child", str(path), url)
+    arguments = (str(path), url, json.dumps(settings))
+    command = (sys.executable, "-m", "tests.builder.generate_child", *arguments)
     child = await asyncio.create_subprocess_exec(*command, stdout=PIPE, cwd=CLONE, env=environment)
     assert child.stdout is not None
     assert await child.stdout.readline() == b"ready\n"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from draftmill.builder.launcher import Server, ServeSettings
+from draftmill.tools.demo import cache_folder
 from draftmill.tools.embedded import MODEL_NAME, ensure_model
 
 HERE = Path(__file__).parent
@@ -74,10 +75,9 @@ class OneServer:
 
 
 @pytest.fixture(scope="session")
-def model_folder(request: pytest.FixtureRequest) -> Path:
-    """The embedded model as a Hugging Face folder; kept between runs of the tests."""
-    assert request.config.cache is not None
-    return ensure_model(request.config.cache.mkdir("draftmill-model"))
+def model_folder() -> Path:
+    """The embedded model as a Hugging Face folder, where the demo keeps it as well."""
+    return ensure_model(cache_folder())
 
 
 @pytest.fixture(scope="session")

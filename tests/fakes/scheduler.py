@@ -201,3 +201,25 @@ class Scheduler:
                 await asyncio.wait_for(self._wake.wait(), timeout)
             except TimeoutError:
                 continue
+
+
+def metrics_text(scheduler: Scheduler, model: str) -> str:
+    """/metrics as vLLM prints it."""
+    kv_tokens = scheduler.speed.kv_tokens
+    values: dict[str, float] = {
+        "num_requests_running": len(scheduler.running),
+        "num_requests_waiting": len(scheduler.waiting),
+        "generation_tokens_total": scheduler.generated_total(),
+        "kv_cache_usage_perc": min(1.0, scheduler.kv_used() / kv_tokens) if kv_tokens else 0.0,
+        "num_preemptions_total": scheduler.preemptions,
+        "prompt_tokens_total": scheduler.prompt_tokens,
+    }
+    label = f'{{engine="0",model_name="{model}"}}'
+    lines = []
+    for name, value in values.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines.append(f"# TYPE vllm:{name} {kind}\nvllm:{name}{label} {float(value)}")
+    if kv_tokens:
+        blocks = f'block_size="16",engine="0",num_gpu_blocks="{kv_tokens // 16}"'
+        lines.append(f"vllm:cache_config_info{{{blocks}}} 1.0")
+    return "\n".join(lines) + "\n"

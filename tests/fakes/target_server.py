@@ -19,46 +19,16 @@ import sys
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from tests.fakes import toy_model as toy
-from tests.fakes.scheduler import Scheduler, Speed
+from tests.fakes.answers import CHAT_FAULTS, TRANSIENT, Options, chat_reply
+from tests.fakes.scheduler import Scheduler, metrics_text
 from tests.fakes.staged_writer import STATE_FAULTS, StagedWriter
-
-# decided anew for every request; the others stick to their prompt
-TRANSIENT = ("http_500", "http_503", "http_429", "drop", "hang", "garbage")
-CHAT_FAULTS = (*TRANSIENT, "http_400", "cut_in_reasoning", "no_token_ids", "empty", "loop")
-
-
-@dataclass(kw_only=True)
-class Options(Speed):
-    """What the server is and does wrong. Every field may be changed while it runs."""
-
-    model: str = "fake/target"
-    max_model_len: int = 8192
-    median_tokens: float = 60.0
-    sigma: float = 0.6
-    reasoning: str = "none"  # none | reasoning | reasoning_content: the field of the reply
-    reasoning_share: float = 0.7
-    token_ids: bool = True
-    tokenize: bool = True
-    metrics: bool = True
-    refuse_over_length: bool = False  # 400 when prompt + max_tokens do not fit, as old servers do
-    api_key: str | None = None
-    retry_after_s: float = 0.05
-    faults: dict[str, float] = field(default_factory=dict)
-    seed: int = 0
-    template: str = ""  # part of every rendered prompt: changing it changes the probe ids
-    tokenize_template: str = ""  # part of what /tokenize renders, and only there
-    staging: str | None = None
-    layers: int = 4
-    hidden: int = 32
-    slow_write_s: float = 0.3
-    outages: list[tuple[float, float]] = field(default_factory=list)
 
 
 class TargetServer:
@@ -257,7 +227,7 @@ class TargetServer:
                     f"However, you requested {limit or 0} output tokens and your prompt contains "
                     f"{len(prompt_ids)} input tokens.",
                 )
-            reply = self._answer(key, fault, prompt_ids, min(room, limit or room))
+            reply = chat_reply(options, key, fault, prompt_ids, min(room, limit or room))
             usage = reply["usage"]
             await self.scheduler.run(usage["prompt_tokens"], usage["completion_tokens"])
             self.answered[key] += 1
@@ -265,52 +235,6 @@ class TargetServer:
             return web.Response(body=json.dumps(reply).encode(), content_type="application/json")
         finally:
             self.in_flight -= 1
-
-    def _answer(
-        self, key: str, fault: str | None, prompt_ids: list[int], limit: int
-    ) -> dict[str, Any]:
-        options = self.options
-        share = options.reasoning_share if options.reasoning != "none" else 0.0
-        full = toy.answer_tokens(key, options.median_tokens, options.sigma)
-        reasoning, content = toy.answer(key, full, share)
-        if fault == "loop":
-            content = ("the same again and " * (full // 19 + 20))[: max(full, 380)]
-        if fault == "empty":
-            reasoning, content = None, ""
-        text: str | None = content
-        ids = [*content.encode(), toy.END]
-        if reasoning is not None:
-            ids = [toy.THINK, *reasoning.encode(), toy.THINK_END, *ids]
-        if fault == "cut_in_reasoning":
-            limit = min(limit, max(2, full // 3))
-            ids = [toy.THINK, *toy.TEXT[: limit + 8].encode()]
-            reasoning = ""
-        finish_reason = "stop"
-        if len(ids) > limit:
-            finish_reason, ids = "length", ids[:limit]
-            if reasoning is not None:
-                end = ids.index(toy.THINK_END) if toy.THINK_END in ids else len(ids)
-                reasoning = bytes(ids[1:end]).decode()
-                text = bytes(ids[end + 1 :]).decode() if end < len(ids) else None
-            else:
-                text = bytes(ids).decode()
-        message: dict[str, Any] = {"role": "assistant", "content": text, "tool_calls": []}
-        if options.reasoning != "none" or fault == "cut_in_reasoning":
-            name = "reasoning" if options.reasoning == "none" else options.reasoning
-            message[name] = reasoning
-        choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": finish_reason}
-        reply: dict[str, Any] = {"id": f"chatcmpl-{key[:12]}", "object": "chat.completion"}
-        reply |= {"created": 1, "model": options.model, "choices": [choice]}
-        prompt_tokens, completion_tokens = len(prompt_ids), len(ids)
-        reply["usage"] = {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-        }
-        if options.token_ids and fault != "no_token_ids":
-            choice["token_ids"] = ids
-            reply["prompt_token_ids"] = prompt_ids
-        return reply
 
     async def _completions(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -355,26 +279,7 @@ class TargetServer:
     async def _metrics(self, _: web.Request) -> web.Response:
         if not self.options.metrics:
             return web.Response(status=404, text="Not Found")
-        scheduler, options = self.scheduler, self.options
-        generated = scheduler.generated_total()
-        kv_usage = scheduler.kv_used() / options.kv_tokens if options.kv_tokens else 0.0
-        values: dict[str, float] = {
-            "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": len(scheduler.waiting),
-            "kv_cache_usage_perc": min(1.0, kv_usage),
-            "num_preemptions_total": scheduler.preemptions,
-            "generation_tokens_total": generated,
-            "prompt_tokens_total": scheduler.prompt_tokens,
-        }
-        label = f'{{engine="0",model_name="{options.model}"}}'
-        lines = []
-        for name, value in values.items():
-            kind = "counter" if name.endswith("_total") else "gauge"
-            lines.append(f"# TYPE vllm:{name} {kind}\nvllm:{name}{label} {float(value)}")
-        if options.kv_tokens:
-            blocks = f'block_size="16",engine="0",num_gpu_blocks="{options.kv_tokens // 16}"'
-            lines.append(f"vllm:cache_config_info{{{blocks}}} 1.0")
-        return web.Response(text="\n".join(lines) + "\n")
+        return web.Response(text=metrics_text(self.scheduler, self.options.model))
 
     async def _counts(self, _: web.Request) -> web.Response:
         return web.json_response(

@@ -105,7 +105,8 @@ def states_of(
     mix ^= mix >> np.uint32(15)
     sign = (mix >> np.uint32(31)) << np.uint32(15)
     exponent = (np.uint32(121) + ((mix >> np.uint32(8)) & np.uint32(7))) << np.uint32(7)
-    return (sign | exponent | (mix & np.uint32(127))).astype(np.uint16)
+    states: NDArray[np.uint16] = (sign | exponent | (mix & np.uint32(127))).astype(np.uint16)
+    return states
 
 
 def safetensors_bytes(tensors: Mapping[str, tuple[str, Sequence[int], bytes]]) -> bytes:

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from speculators.models.attention import create_float_mask
+from speculators.models.eagle3.attention import create_combined_mask_mod
 
 from draftmill.manifests.errors import ConfigError, DamagedError
 from draftmill.manifests.target import TargetModel
 from draftmill.trainer.data import Cursor, Row
 from draftmill.trainer.draft_model import (
     DraftModel,
+    _dense_mask,
     create_draft,
     forward,
     load_draft,
@@ -147,6 +150,14 @@ def test_forward_gives_target_token_ids_and_a_loss_that_can_be_minimised(
     result.loss.backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
     assert {"loss_sum", "full_acc_0_sum", "cond_acc_2_total"} <= set(result.sums)
+
+
+def test_the_quick_attention_mask_is_speculators_own() -> None:
+    documents = torch.tensor([0, 0, 0, 1, 1, -1])
+    rule = create_combined_mask_mod(documents, 6)
+    sizes = {"B": None, "H": None, "Q_LEN": 6, "KV_LEN": 6, "device": torch.device("cpu")}
+    wanted = create_float_mask(rule, dtype=torch.float32, **sizes)
+    assert torch.equal(_dense_mask(rule, **sizes), wanted)
 
 
 def test_a_full_vocabulary_needs_no_mapping(target: TargetModel, tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""Whether a server's reasoning parser is on, judged by its first replies.
+
+A server without it must not turn every row into a rejected one: replies without reasoning are held
+back until one has some, or until there are enough of them to say so.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from draftmill.manifests.types import Result
+
+T = TypeVar("T")
+
+REPLIES = 20
+
+
+class ReasoningGuard(Generic[T]):
+    """Holds back rejections for want of reasoning, with something of the stage's for each."""
+
+    def __init__(self, *, required: bool) -> None:
+        self.seen = not required
+        self._held: list[tuple[Result, T]] = []
+
+    def holds_back(self, result: Result, mine: T) -> bool:
+        """Whether the result must wait for `release`."""
+        if self.seen:
+            return False
+        if result.attempt.error_class == "no_reasoning":
+            self._held.append((result, mine))
+            return True
+        self.seen = result.attempt.outcome == "generated"
+        return False
+
+    @property
+    def missing(self) -> str | None:
+        """What to say when there is no hope left; None before that."""
+        if self.seen or len(self._held) < REPLIES:
+            return None
+        return (
+            f"{len(self._held)} replies and no reasoning in any of them, though "
+            'generate.reasoning is "required". Start the server with its --reasoning-parser, '
+            'or set reasoning to "any".'
+        )
+
+    def release(self) -> list[tuple[Result, T]]:
+        """What was held back; it is the caller's from here on."""
+        held, self._held = self._held, []
+        return held
