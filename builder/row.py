@@ -194,10 +194,12 @@ class _Row:
             error_class=None if error is None else type(error).__name__,
             error=None if error is None else str(error),
             http_status=None if error is None else error.http_status,
-            finish_reason=completion and completion.finish_reason,
-            prompt_tokens=completion and len(completion.prompt_token_ids),
-            completion_tokens=completion and len(completion.completion_token_ids),
-            reasoning_tokens=completion and completion.extra.get("reasoning_tokens"),
+            finish_reason=None if completion is None else completion.finish_reason,
+            prompt_tokens=None if completion is None else len(completion.prompt_token_ids),
+            completion_tokens=None if completion is None else len(completion.completion_token_ids),
+            reasoning_tokens=None
+            if completion is None
+            else completion.extra.get("reasoning_tokens"),
             queue_s=last.queue_s,
             total_s=time.monotonic() - last.started,
             deadline_s=last.deadline_s,

@@ -96,7 +96,7 @@ def run_train(
             parts += [
                 f"{name} {value:.3f}"
                 for name, value in step.validation.items()
-                if name.startswith(("full_acc", "accepted"))
+                if name == "accepted_per_step"
             ]
             show(
                 Progress(
