@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -26,7 +25,7 @@ from draftmill.builder.extract_servers import ExtractServers
 from draftmill.builder.extract_settings import ExtractSettings
 from draftmill.builder.intake import Layers
 from draftmill.builder.leftovers import Leftovers
-from draftmill.builder.progress import OnProgress, Progress, StageReport
+from draftmill.builder.progress import OnProgress, Progress, RateMeter, StageReport
 from draftmill.builder.staging import Staging
 from draftmill.builder.stop import StopSignals
 from draftmill.manifests.errors import BudgetError, ServerError
@@ -38,7 +37,6 @@ __all__ = ["ExtractSettings", "ExtractWriter", "Layers", "extract"]
 log = logging.getLogger(__name__)
 
 PAGE_ROWS = 64
-RATE_S = 60.0
 SHOW_S = 2.0
 # How long the last files of requests that were given up are waited for.
 LAST_SWEEP_S = 3.0
@@ -110,7 +108,7 @@ class _Stage:
         self._jobs: set[asyncio.Task[None]] = set()
         self._halted = asyncio.Event()
         self._error: BaseException | None = None
-        self._rates: deque[tuple[float, int, int]] = deque()
+        self._rates = RateMeter()
         self._bad_in_a_row: list[Result] = []
         if budget.staging_limit_bytes is None:
             budget.staging_limit_bytes = settings.staging_bytes
@@ -304,24 +302,18 @@ class _Stage:
                 tokens += result.states.shape[0]
                 self.report.truncated += attempt.finish_reason == "length"
         self.report.tokens += tokens
-        now = time.monotonic()
-        self._rates.append((now, tokens, samples))
-        while self._rates[0][0] < now - RATE_S:
-            self._rates.popleft()
+        self._rates.add(tokens, samples)
         self._show()
 
     def _show(self) -> None:
-        outcomes, progress, rates = self.report.outcomes, self._progress, self._rates
+        outcomes, progress = self.report.outcomes, self._progress
         progress.timed_out = outcomes["timed_out"]
         progress.failed, progress.rejected = outcomes["failed"], outcomes["rejected"]
         progress.done = outcomes["extracted"] + sum(outcomes[each] for each in _BAD)
         progress.in_flight = len(self._jobs)
         progress.tokens = self.report.tokens
         progress.used_bytes = self._budget.used_bytes
-        if rates:
-            span = max(1.0, time.monotonic() - rates[0][0])
-            progress.tokens_per_s = sum(each[1] for each in rates) / span
-            progress.samples_per_s = sum(each[2] for each in rates) / span
+        self._rates.show(progress)
         if self._on_progress is not None:
             self._on_progress(progress)
 

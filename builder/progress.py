@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,6 +28,31 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], None]
+
+RATE_S = 60.0
+
+
+class RateMeter:
+    """Tokens and samples per second over the last minute, or since it was made."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._counts: deque[tuple[float, int, int]] = deque()
+
+    def add(self, tokens: int, samples: int) -> None:
+        """Count what was just committed."""
+        now = time.monotonic()
+        self._counts.append((now, tokens, samples))
+        # What falls out marks the start of the span that is left: commits come in batches, and a
+        # span from the first one kept would be too short by one batch.
+        while self._counts[0][0] < now - RATE_S:
+            self._since = self._counts.popleft()[0]
+
+    def show(self, progress: Progress) -> None:
+        """Write the rates into `progress`."""
+        span = max(1.0, time.monotonic() - self._since)
+        progress.tokens_per_s = sum(each[1] for each in self._counts) / span
+        progress.samples_per_s = sum(each[2] for each in self._counts) / span
 
 
 @dataclass(kw_only=True, slots=True)

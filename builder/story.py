@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from draftmill.builder.budget import Budget
 from draftmill.builder.endpoint import Endpoint
-from draftmill.builder.progress import OnProgress, Progress, StageReport
+from draftmill.builder.progress import OnProgress, Progress, RateMeter, StageReport
 from draftmill.manifests.types import Result
 from draftmill.manifests.writer import DatasetWriter
-
-RATE_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +36,7 @@ class Story:
         self.decisions: list[dict[str, Any]] = []
         self._on_progress = on_progress
         self._in_flight = in_flight
-        self._rates: deque[tuple[float, int, int]] = deque()
+        self._rates = RateMeter()
 
     def decided(self, endpoint: Endpoint, decision: str) -> None:
         """A decision about a server, with the readings that it came from."""
@@ -76,10 +73,7 @@ class Story:
                 tokens += attempt.completion_tokens or 0
                 self.report.truncated += attempt.finish_reason == "length"
         self.report.tokens += tokens
-        now = time.monotonic()
-        self._rates.append((now, tokens, done))
-        while self._rates[0][0] < now - RATE_S:
-            self._rates.popleft()
+        self._rates.add(tokens, done)
         self.show()
 
     def show(self) -> None:
@@ -90,10 +84,7 @@ class Story:
         progress.done = outcomes["generated"] + progress.failed + progress.rejected
         progress.in_flight = self._in_flight()
         progress.tokens = self.report.tokens
-        if self._rates:
-            span = max(1.0, time.monotonic() - self._rates[0][0])
-            progress.tokens_per_s = sum(each[1] for each in self._rates) / span
-            progress.samples_per_s = sum(each[2] for each in self._rates) / span
+        self._rates.show(progress)
         if self._on_progress is not None:
             self._on_progress(progress)
 

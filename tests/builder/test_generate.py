@@ -301,19 +301,6 @@ def test_gates_reject_with_their_reason_and_for_good(
     asyncio.run(body())
 
 
-def test_decisions_of_the_controller_are_recorded(tmp_path: Path) -> None:
-    async def body() -> None:
-        with writer_of(tmp_path / "d", 400) as writer:
-            async with TargetServer(tokens_per_s=20_000.0, max_running=40) as server:
-                await generated(writer, server, concurrency="auto")
-                rows = writer.manifest.rows('SELECT endpoint, "limit", decision FROM control')
-                assert rows
-                assert all(row[0] == server.url and row[1] >= 1 and row[2] for row in rows)
-                assert server.peak_in_flight > 16
-
-    asyncio.run(body())
-
-
 def test_without_servers_or_with_wrong_ones_nothing_is_touched(tmp_path: Path) -> None:
     async def body() -> None:
         with writer_of(tmp_path / "d", 2) as writer:

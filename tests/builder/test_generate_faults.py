@@ -70,6 +70,7 @@ def test_work_moves_from_a_dead_server_to_the_living(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+@pytest.mark.slow
 def test_a_server_that_is_away_at_the_start_may_come_later(tmp_path: Path) -> None:
     async def body() -> None:
         with writer_of(tmp_path / "d", 80) as writer:
@@ -84,6 +85,7 @@ def test_a_server_that_is_away_at_the_start_may_come_later(tmp_path: Path) -> No
     asyncio.run(body())
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_back_as_another_is_not_used(tmp_path: Path) -> None:
     async def body() -> None:
         with writer_of(tmp_path / "d", 100) as writer:
@@ -102,6 +104,7 @@ def test_a_server_that_comes_back_as_another_is_not_used(tmp_path: Path) -> None
     asyncio.run(body())
 
 
+@pytest.mark.slow
 def test_no_server_for_too_long_ends_the_run(tmp_path: Path) -> None:
     async def body() -> None:
         with writer_of(tmp_path / "d", 100) as writer:
@@ -118,6 +121,7 @@ def test_no_server_for_too_long_ends_the_run(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+@pytest.mark.slow
 def test_a_stuck_scheduler_is_noticed_though_health_is_fine(tmp_path: Path) -> None:
     async def body() -> None:
         with writer_of(tmp_path / "d", 100) as writer:
@@ -136,6 +140,7 @@ def test_a_stuck_scheduler_is_noticed_though_health_is_fine(tmp_path: Path) -> N
     asyncio.run(body())
 
 
+@pytest.mark.slow
 def test_requests_that_hang_are_given_up_and_asked_again(tmp_path: Path) -> None:
     async def body() -> None:
         with writer_of(tmp_path / "d", 60) as writer:
@@ -185,6 +190,7 @@ async def _trickle(server: TargetServer) -> None:
         server.scheduler.finished_tokens += 1000.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metrics", [True, False])
 def test_a_fixed_timeout_that_does_not_fit_loses_nothing(tmp_path: Path, metrics: bool) -> None:
     async def body() -> None:
@@ -203,6 +209,7 @@ def test_a_fixed_timeout_that_does_not_fit_loses_nothing(tmp_path: Path, metrics
     asyncio.run(body())
 
 
+@pytest.mark.slow
 def test_everything_works_without_metrics(tmp_path: Path) -> None:
     async def body() -> None:
         with writer_of(tmp_path / "d", 100) as writer:
@@ -214,7 +221,9 @@ def test_everything_works_without_metrics(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_signal_keeps_what_arrived_and_leaves_the_rest_pending(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -237,6 +246,7 @@ def test_a_signal_keeps_what_arrived_and_leaves_the_rest_pending(
     asyncio.run(body())
 
 
+@pytest.mark.slow
 def test_answers_within_the_grace_are_kept(tmp_path: Path) -> None:
     async def body() -> None:
         with writer_of(tmp_path / "d", 100) as writer:
@@ -299,6 +309,7 @@ def test_a_full_disk_stops_the_stage_and_loses_nothing_committed(
     asyncio.run(body())
 
 
+@pytest.mark.slow
 def test_not_more_is_claimed_than_concurrency_and_one_batch(tmp_path: Path) -> None:
     async def body() -> None:
         with writer_of(tmp_path / "d", 300) as writer:

@@ -13,6 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from draftmill.manifests.dataset import Dataset
 from tests.builder.generation import check_served, messages, new_dataset, states
 from tests.fakes.target_server import TargetServer
@@ -59,5 +61,6 @@ async def killed_runs(path: Path, prompts: int, kills: int, most_s: float, seed:
     assert asked - prompts <= kills * (CONCURRENCY + 64)
 
 
+@pytest.mark.slow
 def test_nothing_acknowledged_is_lost_and_nothing_is_stored_twice(tmp_path: Path) -> None:
     asyncio.run(killed_runs(tmp_path / "d", prompts=200, kills=2, most_s=1.5, seed=os.getpid()))

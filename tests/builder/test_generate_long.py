@@ -18,7 +18,7 @@ from tests.builder.generation import generated, new_dataset, states, writer_of
 from tests.builder.test_generate_kill import killed_runs, start
 from tests.fakes.target_server import TargetServer
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 # One night at 1 : 100. 200 requests at once, up to 8,192 tokens each, 1,600 tokens/s on average,
 # far less for half an hour in every hour; 1,800 s is the timeout that lost the longest.
@@ -85,5 +85,22 @@ def test_a_process_that_was_stopped_finds_its_answers(tmp_path: Path) -> None:
             child.send_signal(signal.SIGCONT)
             assert await child.wait() == 0
             assert max(server.requests.values()) == 1
+
+    asyncio.run(body())
+
+
+def test_concurrency_finds_the_level_of_the_server(tmp_path: Path) -> None:
+    """Sixty requests saturate this server; every decision is in the table `control`."""
+
+    async def body() -> None:
+        with writer_of(tmp_path / "d", 4000) as writer:
+            async with TargetServer(
+                tokens_per_s=24_000.0, tokens_per_s_each=400.0, median_tokens=100
+            ) as server:
+                await generated(writer, server, concurrency="auto", control_interval_s=0.2)
+                rows = writer.manifest.rows('SELECT endpoint, "limit", decision FROM control')
+                assert rows
+                assert all(row[0] == server.url and row[1] >= 1 and row[2] for row in rows)
+                assert 32 <= server.peak_in_flight <= 256
 
     asyncio.run(body())
