@@ -106,6 +106,15 @@ def run_demo(folder: Path, size: Size) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     log = Log(folder / "demo.json")
     started = time.monotonic()
+    try:
+        _steps(folder, size, log)
+    finally:
+        # Also when it is interrupted: the time is of all runs together.
+        log.put("seconds", round(log.facts.get("seconds", 0.0) + time.monotonic() - started, 1))
+    return log.facts
+
+
+def _steps(folder: Path, size: Size, log: Log) -> None:
     say("1/5 model, prompts and dataset")
     dataset = prepare(folder, size)
     settings = load(dataset)
@@ -144,8 +153,6 @@ def run_demo(folder: Path, size: Size) -> dict[str, Any]:
     for name, draft in drafts.items():
         if f"eval_{name}" not in log.facts:
             log.put(f"eval_{name}", _evaluate(folder, settings, draft, size))
-    log.put("seconds", round(log.facts.get("seconds", 0.0) + time.monotonic() - started, 1))
-    return log.facts
 
 
 def untrained_draft(dataset: Path, settings: Settings, output: Path) -> Path:
