@@ -39,11 +39,13 @@ install: .venv/.linked
 demo: install
 	.venv/bin/draftmill demo $(ARGS)
 
+# The servers of the e2e tests need the whole machine: they run alone, and last.
 test: check
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -m 'not e2e' -n 2 $(ARGS)
+	$(PY) -m pytest -m e2e $(ARGS)
 
 test-fast: install
-	$(PY) -m pytest -m 'not e2e and not slow' $(ARGS)
+	$(PY) -m pytest -m 'not e2e and not slow' -n 2 $(ARGS)
 
 # mypy reads the rooms through the links in .venv; the messages should name the real files.
 check: install

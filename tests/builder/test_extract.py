@@ -445,6 +445,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, staging: Path) -> None:
 # -- all at once ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_mixed_faults_end_in_the_right_states(tmp_path: Path, staging: Path) -> None:
     """A tenth of all requests go wrong in each way; a second run asks only for what is left."""
     dataset = make_dataset(tmp_path / "d", [40 + n % 90 for n in range(60)])
@@ -466,6 +467,7 @@ def test_mixed_faults_end_in_the_right_states(tmp_path: Path, staging: Path) -> 
     assert again.outcomes == {}
 
 
+@pytest.mark.slow
 def test_budget_holds_under_random_faults(tmp_path: Path, staging: Path) -> None:
     rng = random.Random(5)
     dataset = make_dataset(tmp_path / "d", [rng.randrange(20, 900) for _ in range(30)])

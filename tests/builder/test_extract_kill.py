@@ -17,7 +17,7 @@ from tests.builder.extraction import look, make_dataset, run_in_process
 from tests.fakes.target_server import TargetServer
 
 # The short forms run with every change, the long ones with everything that takes its time.
-LONG = pytest.mark.e2e
+LONG = pytest.mark.slow
 
 # Forked from a server that has everything imported: a process is there in milliseconds.
 processes = multiprocessing.get_context("forkserver")
@@ -45,6 +45,7 @@ async def ended(process: BaseProcess) -> int | None:
     return process.exitcode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [5, pytest.param(30, marks=LONG)])
 def test_killed_at_random_moments(tmp_path: Path, staging: Path, kills: int) -> None:
     """Nothing is lost, nothing stored twice, and what is in flight is all that is asked again."""
@@ -92,6 +93,7 @@ def reached(tmp_path: Path, staging: Path) -> list[str]:
     return list(dict.fromkeys(trace.read_text().split()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [4, pytest.param(1, marks=LONG)])
 def test_killed_at_every_step_of_a_commit(tmp_path: Path, staging: Path, step: int) -> None:
     names = [

@@ -133,6 +133,7 @@ def test_a_finished_run_returns_at_once(
     )
 
 
+@pytest.mark.slow
 def test_killed_anywhere_it_goes_on_with_the_same_batches_and_losses(
     whole: tuple[Path, TrainReport, Steps],
     dataset: Path,
