@@ -16,10 +16,10 @@ from draftmill.builder.failures import GarbledReplyError, ServerFailedError
 from draftmill.manifests.errors import PermanentError, RejectedError
 from draftmill.manifests.types import Completion, TokenIds
 
+# No system message: some templates refuse one, and those that add their own show it all the better.
 PROBE_CONVERSATION = json.dumps(
     {
         "messages": [
-            {"role": "system", "content": "You are a careful assistant."},
             {
                 "role": "user",
                 "content": "Name three prime numbers, então explique. 素数 \u2028 <x>",

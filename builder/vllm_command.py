@@ -138,6 +138,9 @@ def serve_arguments(
         if not has_fast_bf16():
             # emulated bf16 is 3 to 6 times slower than float32
             arguments += ["--dtype", "float32"]
+        if _few_cores():
+            # A worker process of its own is waited for by spinning: half of two cores.
+            arguments += ["--distributed-executor-backend", "uni"]
     arguments += settings.args
     if spec.kind == "generate":
         arguments += ["--enable-prefix-caching"]
@@ -212,9 +215,12 @@ def serve_environment(
         added["PYTHONPATH"] = os.pathsep.join(folders)
     if engine == "cpu":
         added["VLLM_CPU_KVCACHE_SPACE"] = str(spec.settings.kv_cache_gib)
-        if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ and _cores() <= 4:
-            # binding sets whole cores apart for the scheduler: half of two
+        if _few_cores():
+            # Binding sets whole cores apart for the scheduler: again half of two. Without the
+            # second variable vLLM's CPU engine turns "uni" back into a process of its own.
             added["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            added["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            added["OMP_NUM_THREADS"] = str(_cores())
     return added
 
 
@@ -258,6 +264,14 @@ def has_fast_bf16() -> bool:
     except OSError:
         return True
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(text.split()))
+
+
+def _few_cores() -> bool:
+    """Whether vLLM's own way of spreading threads and processes would waste most of the cores.
+
+    Who sets VLLM_CPU_OMP_THREADS_BIND has decided that already.
+    """
+    return "VLLM_CPU_OMP_THREADS_BIND" not in os.environ and _cores() <= 4
 
 
 def _cores() -> int:

@@ -54,7 +54,8 @@ async def run_generate(
     if chosen.model is None:
         chosen = replace(chosen, model=settings.target.model)
     with Display("generate") as show:
-        report = await generate(writer, chosen, urls, show)
+        budget = Budget(limit_bytes=writer.budget_bytes, dataset=writer.dataset.path)
+        report = await generate(writer, chosen, urls, show, budget=budget)
     say(stage_line(report))
     return report
 

@@ -93,7 +93,7 @@ def test_concurrency_finds_the_level_of_the_server(tmp_path: Path) -> None:
     """Sixty requests saturate this server; every decision is in the table `control`."""
 
     async def body() -> None:
-        with writer_of(tmp_path / "d", 4000) as writer:
+        with writer_of(tmp_path / "d", 2000) as writer:
             async with TargetServer(
                 tokens_per_s=24_000.0, tokens_per_s_each=400.0, median_tokens=100
             ) as server:
