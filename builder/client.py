@@ -190,7 +190,11 @@ class TargetClient:
                 return each
         if not self.model:
             raise ServerError(f"{self.url} serves several models ({served}); name one of them.")
-        raise ServerError(f"{self.url} does not serve {self.model!r}; it serves: {served}.")
+        raise ServerError(
+            f"{self.url} does not serve {self.model!r}; it serves: {served}. Start it with "
+            f"--served-model-name {self.model} (draftmill serve: --name), or set `model` under "
+            "[generate] in config.toml."
+        )
 
     async def models(self) -> list[ServedModel]:
         """What /v1/models lists."""

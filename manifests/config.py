@@ -23,7 +23,7 @@ from draftmill.manifests.errors import ConfigError
 
 def render(sections: Mapping[str, Any]) -> str:
     """The text of a config file with these settings; every key has its explanation above it."""
-    lines = ["# Settings of this dataset. Every key is explained in docs/operating.md.", ""]
+    lines = ["# Settings of this dataset. docs/reference.md lists all keys.", ""]
     for name, settings in sections.items():
         lines.append(f"[{name}]")
         for item in dataclasses.fields(settings):
@@ -61,8 +61,10 @@ def read(path: Path, sections: Mapping[str, type]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         document = tomllib.loads(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 at byte {error.start}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for name, content in document.items():
@@ -132,7 +134,10 @@ def _coerce(value: Any, hint: Any) -> Any:
         if not isinstance(value, list):
             raise TypeError("a list")
         if len(arguments) == 2 and arguments[1] is Ellipsis:
-            return tuple(_coerce(item, arguments[0]) for item in value)
+            try:
+                return tuple(_coerce(item, arguments[0]) for item in value)
+            except TypeError as error:
+                raise TypeError(f"a list of which each is {error}") from error
         if len(value) != len(arguments):
             raise TypeError(f"a list of {len(arguments)}")
         return tuple(_coerce(v, a) for v, a in zip(value, arguments, strict=True))

@@ -37,6 +37,8 @@ class Dataset(Layout):
         dataset = cls(path)
         if dataset.config_path.exists():
             raise DatasetError(f"{path} is a dataset already. Edit {dataset.config_path} instead.")
+        if dataset.path.exists() and not dataset.path.is_dir():
+            raise DatasetError(f"{path} is a file. Name a new folder.")
         if dataset.path.exists() and any(dataset.path.iterdir()):
             raise DatasetError(f"{path} is not empty. Name a new folder.")
         try:
@@ -55,11 +57,21 @@ class Dataset(Layout):
         """An existing dataset; raises DatasetError for anything else."""
         dataset = cls(path)
         if not dataset.config_path.is_file():
-            raise DatasetError(
-                f"{path} is not a dataset (no config.toml). "
-                f"Create one with `draftmill init {path}`."
-            )
+            raise dataset._not_open()
         return dataset
+
+    def _not_open(self) -> DatasetError:
+        if not self.path.is_dir():
+            return DatasetError(f"{self.path} is not a dataset: there is no such folder")
+        if self.manifest_path.exists() or any(self.prompts_dir.glob("*.parquet")):
+            return DatasetError(
+                f"{self.path}: config.toml is missing. Restore it, or make one for the same model "
+                "with `draftmill init OTHER …` and copy OTHER/config.toml here; a run whose "
+                "settings differ from the stored ones is refused, so nothing can go wrong."
+            )
+        return DatasetError(
+            f"{self.path} is not a dataset (no config.toml). Create one with `draftmill init`."
+        )
 
     @contextmanager
     def writer(self, **options: Any) -> Iterator[DatasetWriter]:
@@ -111,7 +123,10 @@ def _exclusive(dataset: Dataset) -> Iterator[None]:
 def _open_manifest(dataset: Dataset) -> tuple[Manifest, bool]:
     """The manifest, rebuilt when it is missing or damaged; second value: whether it was rebuilt."""
     for folder in (dataset.prompts_dir, dataset.completions_dir, dataset.hidden_states_dir):
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise DatasetError(f"{folder} must be a folder: {error.strerror}") from error
     empty = not any(dataset.prompts_dir.glob("*.parquet"))
     if dataset.manifest_path.exists() or empty:
         try:
@@ -168,12 +183,16 @@ class DatasetReader:
         self.shards.close()
         self.manifest.close()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(
+        self, *, budget_bytes: int | None = None, staging: Path | None = None
+    ) -> dict[str, Any]:
         """The document of `status --json`: the writer's own while one runs, else measured now."""
         if self.writer_pid is not None and self.dataset.status_path.exists():
             document: dict[str, Any] = json.loads(self.dataset.status_path.read_text())
             return document
-        return summarize(self.dataset.path, self.manifest)
+        return summarize(
+            self.dataset.path, self.manifest, budget_bytes=budget_bytes, staging=staging
+        )
 
     def sql(self, query: str) -> pa.Table:
         """The result of a query over the manifest's tables."""

@@ -17,7 +17,7 @@ import duckdb
 import pyarrow as pa
 
 from draftmill.manifests import files, schema
-from draftmill.manifests.errors import DatasetError, LockedError, UsageError
+from draftmill.manifests.errors import BudgetError, DatasetError, LockedError, UsageError
 from draftmill.manifests.types import Attempt, Stage, State
 
 _LOCK_WAIT_S = 5.0
@@ -70,16 +70,23 @@ class Manifest:
     def transaction(self, label: str) -> Iterator[None]:
         """Everything inside becomes durable together, or not at all."""
         files.reach(f"commit.{label}.before")
-        self._db.begin()
         try:
-            yield
-        except BaseException:
+            self._db.begin()
             try:
-                self._db.rollback()
-            except duckdb.Error:
-                pass  # the error that is already on its way says more
-            raise
-        self._db.commit()
+                yield
+            except BaseException:
+                try:
+                    self._db.rollback()
+                except duckdb.Error:
+                    pass  # the error that is already on its way says more
+                raise
+            self._db.commit()
+        except duckdb.Error as error:
+            if "No space left" not in str(error):
+                raise
+            raise BudgetError(
+                f"{self.path}: no space left on the disk. Free some; what was committed is safe."
+            ) from error
         if files.observer is not None:
             files.observer("commit", self.path or Path(), {"label": label})
         files.reach(f"commit.{label}.after")
@@ -111,9 +118,14 @@ class Manifest:
     def user_query(self, query: str) -> pa.Table:
         """A query that a person typed; its errors become a UsageError with DuckDB's words."""
         try:
-            return self._db.sql(query).to_arrow_table()
+            # A question must not write files, nor change the settings that forbid it.
+            self._db.execute("SET enable_external_access = false")
+            found = self._db.sql(query)
         except duckdb.Error as error:
             raise UsageError(str(error)) from error
+        if found is None:
+            raise UsageError(f"{query!r} asks nothing; write a SELECT")
+        return found.to_arrow_table()
 
     # -- prompts -----------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class DatasetWriter:
         with self.lock:
             try:
                 self.publish(snapshot=True)
-            except (OSError, DatasetError):
+            except (OSError, DatasetError, BudgetError):
                 # A full disk must not hide why the run ended; the last snapshot stays.
                 pass
             for writer in self._writers.values():
@@ -246,6 +246,11 @@ class DatasetWriter:
         """Append decisions of the generation controller."""
         with self.lock:
             self.manifest.add_control(rows)
+
+    def settings_of(self, stage: str) -> dict[str, Any]:
+        """The settings that the dataset's samples of a stage were made with; {} before any."""
+        with self.lock:
+            return dict(json.loads(self.manifest.meta(f"settings.{stage}") or "{}"))
 
     def check_fingerprint(
         self, stage: str, values: Mapping[str, Any], *, growable: Sequence[str] = ()

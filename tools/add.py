@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -11,6 +12,7 @@ import click
 from draftmill.builder.conversations import FORMATS, TURNS, Format, Turns
 from draftmill.builder.sources import SourceError, read_source
 from draftmill.manifests.dataset import Dataset
+from draftmill.manifests.errors import SourceFileError
 from draftmill.manifests.types import Prompt
 from draftmill.manifests.writer import AddReport, DatasetWriter
 from draftmill.tools.render import say
@@ -89,6 +91,9 @@ def add_command(
     draftmill add DATASET open-perfectblend/ --limit 25000
     """
     opened = Dataset.open(dataset)
+    for source in sources:  # before anything is added
+        if not Path(source).exists():
+            raise SourceFileError(f"{source}: no such file or folder; nothing was added")
     with opened.writer(**writer_options(opened, load(opened))) as writer:
         for source in sources:
             report, skipped = add_source(
@@ -99,4 +104,4 @@ def add_command(
                 f"{skipped:,} skipped"
             )
         total = writer.count("pending")
-    click.echo(f"{total:,} prompts pending; next: draftmill build {dataset} --serve")
+    click.echo(f"{total:,} prompts pending; next: draftmill build {shlex.quote(dataset)} --serve")

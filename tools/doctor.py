@@ -34,6 +34,7 @@ _WRITE_BYTES = 64 << 20
 _SLOW_BYTES_PER_S = 100e6
 _LOW_FREE_BYTES = 20e9
 _FEW_FILES = 4096
+_PROBE_POLLS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,33 @@ def _write_speed(folder: Path) -> float:
         path.unlink(missing_ok=True)
 
 
-async def server(url: str, model: str | None) -> list[Finding]:
+async def _probe_file(path: str, url: str, staging: Path | None) -> Finding:
+    """Whether the file of the probe arrived where the dataset looks for it; removes it."""
+    if staging is None:
+        return Finding(
+            ok=None,
+            what=f"{url} extracts hidden states into {Path(path).parent}",
+            why="name the dataset too, to have its staging folder compared; the probe's file stays",
+        )
+    ours = staging / Path(path).name
+    for _ in range(_PROBE_POLLS):
+        if ours.exists():
+            break
+        await asyncio.sleep(0.2)
+    arrived = ours.exists()
+    for suffix in ("", ".lock", ".error"):
+        ours.with_name(ours.name + suffix).unlink(missing_ok=True)
+    if arrived:
+        return Finding(ok=True, what=f"{url} extracts hidden states into {staging}")
+    return Finding(
+        ok=False,
+        what=f"the server says {path}, nothing came into {staging}",
+        why="extract reads what the server writes: both must see the same folder",
+        fix=f"draftmill extract … --staging {Path(path).parent}, or restart the server with ours",
+    )
+
+
+async def server(url: str, model: str | None, staging: Path | None = None) -> list[Finding]:
     """What a server says and does: reachable, right model, token ids, and which stage it serves."""
     findings: list[Finding] = []
     async with TargetClient(url, model=model) as client:
@@ -161,7 +188,7 @@ async def server(url: str, model: str | None) -> list[Finding]:
                 )
             )
         else:
-            findings.append(Finding(ok=True, what=f"it extracts hidden states into {path}"))
+            findings.append(await _probe_file(path, url, staging))
         if await client.metrics() is None:
             findings.append(
                 Finding(
@@ -198,18 +225,20 @@ def run(checks: list[Callable[[], Iterator[Finding] | list[Finding]]]) -> int:
 def doctor_command(
     ctx: click.Context, dataset: str | None, urls: tuple[str, ...], model: str | None
 ) -> None:
-    """Look for what would stop a run: versions, limits, disk, servers. Changes nothing.
+    """Look for what would stop a run: versions, limits, disk, servers.
 
     \b
     draftmill doctor DATASET --url http://127.0.0.1:8000
     """
     checks: list[Callable[[], Iterator[Finding] | list[Finding]]] = [versions, machine]
+    staging: Path | None = None
     if dataset:
         opened = Dataset.open(dataset)
         settings = load(opened)
         model = model or settings.generate.model or settings.target.model
+        staging = staging_folder(opened, settings)
         checks.append(lambda: disk(opened, settings))
     for url in urls:
-        checks.append(lambda url=url: asyncio.run(server(url, model)))  # type: ignore[misc]
+        checks.append(lambda url=url: asyncio.run(server(url, model, staging)))  # type: ignore[misc]
     if run(checks):
         ctx.exit(1)

@@ -11,6 +11,7 @@ import click
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import UsageError
 from draftmill.manifests.sizes import format_size, parse_size
+from draftmill.tools.render import duration
 from draftmill.tools.settings import load
 
 BF16_BYTES = 2
@@ -85,9 +86,9 @@ def _explain(found: dict[str, Any], rates: Rates, tokens_per_sample: float, code
         if name != "raw"
     ]
     lines += [
-        f"generate          {hours['generate']:.1f} h at {rates.generate:,.0f} tokens/s",
-        f"extract           {hours['extract']:.1f} h at {rates.extract:,.0f} tokens/s",
-        f"train             {hours['train']:.1f} h at {rates.train:,.0f} tokens/s",
+        f"generate          {duration(3600 * hours['generate'])} at {rates.generate:,.0f} tokens/s",
+        f"extract           {duration(3600 * hours['extract'])} at {rates.extract:,.0f} tokens/s",
+        f"train             {duration(3600 * hours['train'])} at {rates.train:,.0f} tokens/s",
     ]
     if found["samples_that_fit"] is not None:
         lines.append(f"samples that fit the budget: {found['samples_that_fit']:,}")
@@ -126,12 +127,40 @@ def _measured(dataset: str) -> tuple[dict[str, Any], dict[str, float]]:
     help="Stored layers: the auxiliary ones and the last (4 for EAGLE-3).",
 )
 @click.option("--samples", type=click.IntRange(min=1), help="Number of prompts.")
-@click.option("--tokens-per-sample", type=float, help="Prompt and completion together.")
-@click.option("--completion-share", type=float, help="Share of the tokens that is generated.")
-@click.option("--generate-rate", type=float, default=1600, show_default=True, help="Tokens/s.")
-@click.option("--extract-rate", type=float, default=2900, show_default=True, help="Tokens/s.")
-@click.option("--train-rate", type=float, default=24000, show_default=True, help="Tokens/s.")
-@click.option("--epochs", type=float, help="Passes of the training.")
+@click.option(
+    "--tokens-per-sample",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Prompt and completion together.",
+)
+@click.option(
+    "--completion-share",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Share of the tokens that is generated.",
+)
+@click.option(
+    "--generate-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1600,
+    show_default=True,
+    help="Tokens/s.",
+)
+@click.option(
+    "--extract-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    default=2900,
+    show_default=True,
+    help="Tokens/s.",
+)
+@click.option(
+    "--train-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    default=24000,
+    show_default=True,
+    help="Tokens/s.",
+)
+@click.option(
+    "--epochs", type=click.FloatRange(min=0, min_open=True), help="Passes of the training."
+)
 @click.option("--disk-budget", help='e.g. "3TB": how many samples fit.')
 @click.option("--codec", type=click.Choice(list(STORED_SHARE)), help="How states are stored.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document with stable keys.")

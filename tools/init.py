@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ def target_settings(
             facts.num_layers,
             facts.vocab_size,
         )
+    elif model_config:
+        raise UsageError(f"--model-config {model_config}: there is no such folder")
     elif not (hidden_size and num_layers and vocab_size):
         raise UsageError(
             f"{target} is no folder on this machine, so its sizes are not known. Give a folder "
@@ -50,7 +53,8 @@ def target_settings(
     try:
         return TargetSettings(
             model=name or (folder.name if Path(target).is_dir() else target),
-            path=str(Path(target).resolve()) if Path(target).is_dir() else "",
+            # A folder with only the config gives facts, but no server can load it.
+            path=str(folder.resolve()) if any(folder.glob("*.safetensors")) else "",
             hidden_size=hidden_size or 0,
             num_layers=num_layers or 0,
             vocab_size=vocab_size or 0,
@@ -67,7 +71,7 @@ def layer_list(text: str | None) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.replace(" ", ",").split(",") if part)
     except ValueError as error:
-        raise UsageError(f"--target-layer-ids: numbers like 2,15,27, not {text!r}") from error
+        raise UsageError(f"layer ids are numbers like 2,15,27, not {text!r}") from error
 
 
 @click.command("init")
@@ -123,7 +127,7 @@ def init_command(
         f"layers {', '.join(map(str, facts.extraction_layer_ids))}: "
         f"{layers * facts.hidden_size * 2:,} bytes a token before compression"
     )
-    click.echo(f"next: draftmill add {dataset} PROMPTS.jsonl")
+    click.echo(f"next: draftmill add {shlex.quote(dataset)} PROMPTS.jsonl")
 
 
 def create(

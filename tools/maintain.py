@@ -51,7 +51,8 @@ def retry_command(
     if not states and not truncated:
         raise UsageError("say what to retry: --timed-out, --failed, --rejected or --truncated")
     opened = Dataset.open(dataset)
-    with opened.writer(**settings.writer_options(opened, settings.load(opened))) as writer:
+    loaded = settings.load(opened)
+    with opened.writer(**settings.writer_options(opened, loaded)) as writer:
         ids = maintenance.select(
             writer,
             states=states,
@@ -61,7 +62,13 @@ def retry_command(
             error_class=error_class,
         )
         count = maintenance.retry(writer, ids)
+        limits = writer.settings_of("generate")
     click.echo(f"{count:,} rows will be asked again")
+    if truncated and limits.get("max_completion_tokens") == loaded.generate.max_completion_tokens:
+        say(
+            f"max_completion_tokens is still {loaded.generate.max_completion_tokens}: truncated "
+            "completions will be cut again unless you raise it before the next run"
+        )
 
 
 @click.command("verify")
@@ -131,9 +138,12 @@ def evict_command(
     The rows go back to `generated`: the next extract makes their hidden states again.
     """
     if bool(size) == everything:
-        raise UsageError("say how much to free: --bytes SIZE, or --all")
+        raise UsageError("say how much to free: either --bytes SIZE or --all")
     opened = Dataset.open(dataset)
-    wanted = None if size is None else parse_size(size)
+    try:
+        wanted = None if size is None else parse_size(size)
+    except ValueError as error:
+        raise UsageError(f"--bytes: {error}") from error
     with opened.writer(**settings.writer_options(opened, settings.load(opened))) as writer:
         shards, rows, freed = maintenance.evict(writer, wanted, policy=policy, source=source)
     click.echo(f"{shards:,} shards removed, {format_size(freed)} freed, {rows:,} rows to extract")

@@ -112,12 +112,9 @@ def say(text: str) -> None:
 
 def stage_line(report: StageReport) -> str:
     """How a stage ended, in one line."""
-    counts = (
-        ", ".join(
-            f"{count:,} {name.replace('_', ' ')}" for name, count in sorted(report.outcomes.items())
-        )
-        or "nothing to do"
-    )
+    counts = ", ".join(
+        f"{count:,} {name.replace('_', ' ')}" for name, count in sorted(report.outcomes.items())
+    ) or ("nothing done" if report.interrupted or report.stopped else "nothing to do")
     line = f"{report.stage}: {counts}"
     if report.tokens and report.seconds:
         rate = report.tokens / report.seconds

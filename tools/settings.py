@@ -12,7 +12,7 @@ from draftmill.builder.generate_settings import GenerateSettings
 from draftmill.builder.vllm_command import ServeSettings
 from draftmill.manifests import config
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.errors import ConfigError
+from draftmill.manifests.errors import UsageError
 from draftmill.manifests.sizes import parse_size
 from draftmill.manifests.target import TargetModel
 from draftmill.trainer.settings import TrainSettings
@@ -113,7 +113,7 @@ def load(dataset: Dataset, /, **overrides: dict[str, Any]) -> Settings:
         try:
             sections[name] = replace(sections[name], **given)
         except ValueError as error:
-            raise ConfigError(f"--{str(error).replace('_', '-', 1)}") from error
+            raise UsageError(str(error)) from error
     return Settings(**sections)
 
 

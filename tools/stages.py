@@ -259,6 +259,8 @@ def build_command(
     reports, left = build(opened, settings, stages, {"generate": urls, "extract": extract_urls})
     if left["extracted"] and settings.target.path:
         make_vocab(opened.path, settings)
+    elif left["extracted"]:
+        say(f"vocabulary not made, the target's folder is not known: draftmill vocab {dataset}")
     finish(ctx, reports, left)
 
 

@@ -11,14 +11,25 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
+from draftmill.builder.progress import Progress
 from draftmill.manifests.dataset import Dataset
+from draftmill.manifests.errors import ConfigError
 from draftmill.manifests.sizes import format_size
+from draftmill.tools.render import describe, say
+from draftmill.tools.settings import load, writer_options
 
 
 def document(path: str) -> dict[str, Any]:
     """The document of `status --json`."""
-    with Dataset.open(path).reader() as reader:
-        return reader.summary()
+    opened = Dataset.open(path)
+    budget_bytes, staging = None, None
+    try:
+        options = writer_options(opened, load(opened))
+        budget_bytes, staging = options["budget_bytes"], options["staging"]
+    except ConfigError as error:
+        say(f"{error}; shown without budget and staging")
+    with opened.reader() as reader:
+        return reader.summary(budget_bytes=budget_bytes, staging=staging)
 
 
 def tables(path: str, found: dict[str, Any]) -> list[Table]:
@@ -73,7 +84,8 @@ def status_command(dataset: str, as_json: bool, watch: bool) -> None:
             for table in tables(dataset, found):
                 console.print(table)
             if running := found.get("running"):
-                console.print(f"process {found['pid']}: {running}")
+                line = describe(Progress(**running))
+                console.print(f"{running['stage']} runs in process {found['pid']}: {line}")
         if not watch:
             return
         time.sleep(2.0)
@@ -88,6 +100,8 @@ def sql_command(dataset: str, query: str, as_json: bool) -> None:
 
     \b
     draftmill sql DATASET "SELECT source, state, count(*) FROM samples GROUP BY ALL"
+
+    A table on a terminal; tab-separated lines otherwise.
     """
     with Dataset.open(dataset).reader() as reader:
         found = reader.sql(query)
@@ -95,7 +109,14 @@ def sql_command(dataset: str, query: str, as_json: bool) -> None:
         for row in found.to_pylist():
             click.echo(json.dumps(row, default=str))
         return
-    Console().print(_grid(found))
+    console = Console()
+    if console.is_terminal:
+        console.print(_grid(found))
+        return
+    # Nothing is cut or wrapped for a file or a pipe.
+    click.echo("\t".join(found.column_names))
+    for row in found.to_pylist():
+        click.echo("\t".join("" if value is None else str(value) for value in row.values()))
 
 
 def _grid(found: pa.Table) -> Table:

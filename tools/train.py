@@ -21,8 +21,8 @@ def target_facts(settings: Settings, path: str | None) -> TargetModel:
     folder = path or settings.target.path
     if not folder:
         raise UsageError(
-            f"training reads embeddings and head of {settings.target.model}: give its folder "
-            "(--target DIR, or `path` in [target] of config.toml)"
+            f"this needs the folder of {settings.target.model} (its config, embeddings and head): "
+            "--target DIR, or `path` under [target] in config.toml"
         )
     return TargetModel.from_folder(Path(folder), name=settings.target.model)
 

@@ -75,8 +75,7 @@ def train(
     """
     check_target_layer_ids(target_layer_ids, target.num_layers)
     with locked_run(output), ExitStack() as stack:
-        bind_run(output, settings, target, target_layer_ids)
-        plan = _plan(dataset, settings, output)
+        plan = _bound_plan(dataset, settings, target, target_layer_ids, output)
         vocab = _vocab(dataset, settings, target, output)
         shards = stack.enter_context(closing(ShardReader(Path(dataset))))
         _check_layers(shards, plan, target, target_layer_ids)
@@ -128,14 +127,23 @@ def initial_draft(
     return output
 
 
-def _plan(dataset: Path, settings: TrainSettings, output: Path) -> Plan:
+def _bound_plan(
+    dataset: Path,
+    settings: TrainSettings,
+    target: TargetModel,
+    target_layer_ids: Sequence[int],
+    output: Path,
+) -> Plan:
+    """The run's plan. A new one is made before the folder is bound to it: a refusal leaves none."""
     # The database is closed again at once: while it is open, nobody can write the dataset.
     with Dataset.open(dataset).reader() as reader:
         table = reader.extracted()
     path = output / "plan.parquet"
     if path.exists():
+        bind_run(output, settings, target, target_layer_ids)
         return load_plan(path, table, settings.max_seq_len)
     plan = make_plan(table, settings)
+    bind_run(output, settings, target, target_layer_ids)
     save_plan(plan, path)
     return plan
 

@@ -65,7 +65,7 @@ def test_whole_numbers_are_numbers(tmp_path: Path) -> None:
         ("numbers = 1", "line 1: numbers must be a section"),
         ("[numbers]\nmode = 'three'", "line 2: mode must be one of 'one', 'two'"),
         ("[numbers]\nlevel = 'fast'", "line 2: level must be a whole number or one of 'auto'"),
-        ("[numbers]\nids = [1, 'b']", "line 2: ids must be a whole number"),
+        ("[numbers]\nids = [1, 'b']", "line 2: ids must be a list of which each is a whole number"),
         ("[numbers]\nids = 1", "line 2: ids must be a list"),
         ("[numbers]\nextra = 1", "line 2: extra must be a table"),
         ("[numbers\ncount = 1", "not valid TOML"),
