@@ -133,6 +133,7 @@ class _Stage:
                 "generate",
                 self._settings.fingerprint(servers.model, servers.probe),
                 growable=("max_completion_tokens",),
+                meaning={"probe_prompt": "what the chat template and tokenizer make of a probe"},
             )
             self._story.progress.total = await self._committer.call(self._writer.count, "pending")
             watches = [

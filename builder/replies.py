@@ -16,6 +16,7 @@ from draftmill.builder.failures import GarbledReplyError, ServerFailedError
 from draftmill.manifests.errors import PermanentError, RejectedError
 from draftmill.manifests.types import Completion, TokenIds
 
+# Never change it: every dataset has stored what its server made of it.
 # No system message: some templates refuse one, and those that add their own show it all the better.
 PROBE_CONVERSATION = json.dumps(
     {

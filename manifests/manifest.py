@@ -362,4 +362,7 @@ def _connect(path: Path | None, read_only: bool) -> duckdb.DuckDBPyConnection:
                     + ". Wait until it ends, or stop it.",
                     pid=pid,
                 ) from error
-            raise ManifestDamaged(f"{path}: {text.splitlines()[0]}") from error
+            raise ManifestDamaged(
+                f"{path} is damaged ({text.splitlines()[0]}). `draftmill verify {path.parent} "
+                "--repair` rebuilds it from prompts and shards."
+            ) from error

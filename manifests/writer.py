@@ -253,11 +253,17 @@ class DatasetWriter:
             return dict(json.loads(self.manifest.meta(f"settings.{stage}") or "{}"))
 
     def check_fingerprint(
-        self, stage: str, values: Mapping[str, Any], *, growable: Sequence[str] = ()
+        self,
+        stage: str,
+        values: Mapping[str, Any],
+        *,
+        growable: Sequence[str] = (),
+        meaning: Mapping[str, str] | None = None,
     ) -> None:
         """Refuse a run whose settings would mix two kinds of samples; stores them at first use.
 
         Fields in `growable` may become larger (for example the completion limit), never smaller.
+        `meaning` says what a field is, where its name is not that of a setting.
         """
         with self.lock:
             key = f"settings.{stage}"
@@ -265,7 +271,8 @@ class DatasetWriter:
             new = json.loads(json.dumps(dict(values)))
             stored = new if text is None else json.loads(text)
             wrong = [
-                f"{name} is {stored.get(name)!r} in the dataset and {new.get(name)!r} in this run"
+                f"{(meaning or {}).get(name, name)} is {stored.get(name)!r} in the dataset and "
+                f"{new.get(name)!r} in this run"
                 for name in sorted({*stored, *new})
                 if stored.get(name) != new.get(name)
                 and not (name in growable and stored.get(name, 0) <= new.get(name, 0))
@@ -274,7 +281,7 @@ class DatasetWriter:
                 raise SettingsMismatch(
                     f"{self.dataset.path}: the {stage} stage was run with other settings: "
                     + "; ".join(wrong)
-                    + ". Put the stored values back, or start a new dataset."
+                    + ". Go back to the stored values, or start a new dataset."
                 )
             if text is None or stored != new:
                 tag = record.settings_tag(new)
