@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from draftmill.manifests import files, schema
 from draftmill.manifests.errors import BudgetError, DatasetError, LockedError, UsageError
-from draftmill.manifests.types import Attempt, Stage, State
+from draftmill.manifests.types import Attempt, Stage
 
 _LOCK_WAIT_S = 5.0
 # A state that a prompt may take as the direct outcome of an attempt.
@@ -129,23 +129,6 @@ class Manifest:
 
     # -- prompts -----------------------------------------------------------------------------
 
-    def unknown(self, hashes: Sequence[str]) -> set[str]:
-        """Those of `hashes` that no prompt of the dataset has."""
-        batch = pa.table({"hash": pa.array(hashes, pa.string())})
-        with self.batch("new_hashes", batch):
-            found = self.rows(
-                "SELECT DISTINCT hash FROM new_hashes b ANTI JOIN prompts p USING (hash)"
-            )
-        return {row[0] for row in found}
-
-    def max_id(self) -> int:
-        """The largest prompt id, 0 if there is none."""
-        return int(self.rows("SELECT coalesce(max(id), 0) FROM prompts")[0][0])
-
-    def prompt_files(self) -> set[int]:
-        """Numbers of the prompt files whose rows are in the manifest."""
-        return {row[0] for row in self.rows("SELECT DISTINCT file FROM prompts")}
-
     def insert_prompts(self, number: int, path: Path) -> int:
         """Insert the rows of the prompt file `number` as pending; returns how many."""
         with self.transaction("prompts"):
@@ -160,36 +143,6 @@ class Manifest:
                 [number],
             )
         return int(self.rows("SELECT count(*) FROM prompts WHERE file = ?", [number])[0][0])
-
-    def todo(self, state: State, after_id: int, limit: int) -> list[tuple[Any, ...]]:
-        """(id, hash, source, file, attempts, shard, offset, length, digest) of rows in `state`.
-
-        In id order, from the first id above `after_id`; the last four are those of the current
-        completion and None if there is none.
-        """
-        return self.rows(
-            "WITH w AS (SELECT id, attempts, generate_payload FROM state "
-            "           WHERE state = ? AND id > ? ORDER BY id LIMIT ?), "
-            "r AS (SELECT min(id) AS lo, max(id) AS hi FROM w) "
-            'SELECT w.id, p.hash, p.source, p.file, w.attempts, g.shard, g."offset", g.length, '
-            "g.digest FROM w JOIN prompts p ON p.id = w.id "
-            "LEFT JOIN payloads g ON g.id = w.id AND g.stage = 'generate' "
-            "AND g.attempt = w.generate_payload ORDER BY w.id",
-            [state, after_id, limit],
-        )
-
-    def conversations(self, paths: Iterable[Path], ids: Sequence[int]) -> dict[int, str]:
-        """Conversation JSON of `ids` (ascending), read from the prompt files `paths`."""
-        if not ids:
-            return {}
-        batch = pa.table({"id": pa.array(ids, pa.int64())})
-        with self.batch("wanted_ids", batch):
-            found = self.rows(
-                "SELECT id, conversation FROM read_parquet(?) SEMI JOIN wanted_ids USING (id) "
-                "WHERE id BETWEEN ? AND ?",
-                [[str(path) for path in paths], ids[0], ids[-1]],
-            )
-        return dict(found)
 
     # -- commits -----------------------------------------------------------------------------
 
@@ -281,19 +234,6 @@ class Manifest:
         return int(batch.num_rows)
 
     # -- shards ------------------------------------------------------------------------------
-
-    def known_ends(self, stage: Stage) -> dict[int, int]:
-        """Last acknowledged byte of each shard of a stage."""
-        return dict(
-            self.rows(
-                'SELECT shard, max("offset" + length) FROM payloads WHERE stage = ? GROUP BY shard',
-                [stage],
-            )
-        )
-
-    def shard_states(self, kind: str) -> dict[int, str]:
-        """`open`, `sealed` or `evicted` for every shard of a kind that has records."""
-        return dict(self.rows("SELECT number, state FROM shards WHERE kind = ?", [kind]))
 
     def _seal_row(self, kind: str, number: int) -> None:
         stage = "generate" if kind == "completions" else "extract"

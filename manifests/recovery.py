@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from draftmill.manifests import files, schema
+from draftmill.manifests import files, queries, schema
 from draftmill.manifests.errors import DamagedError
 from draftmill.manifests.manifest import Manifest
 from draftmill.manifests.record import Record
@@ -78,7 +78,7 @@ def recover(folder: Path, manifest: Manifest, *, rebuilt: bool) -> RecoveryRepor
 def _adopt_prompts(folder: Path, manifest: Manifest, report: RecoveryReport) -> None:
     for stray in folder.glob(".*.tmp"):
         files.unlink(stray, "prompts.stray")
-    known = manifest.prompt_files()
+    known = queries.prompt_files(manifest)
     for path in sorted(folder.glob("*.parquet")):
         if path.stem.isdigit() and int(path.stem) not in known:
             report.adopted_prompts += manifest.insert_prompts(int(path.stem), path)
@@ -88,8 +88,8 @@ def _adopt_prompts(folder: Path, manifest: Manifest, report: RecoveryReport) -> 
 
 def _recover_kind(folder: Path, kind: Kind, manifest: Manifest, report: RecoveryReport) -> None:
     stage = STAGE_OF_KIND[kind]
-    ends = manifest.known_ends(stage)
-    states = manifest.shard_states(kind)
+    ends = queries.known_ends(manifest, stage)
+    states = queries.shard_states(manifest, kind)
     on_disk = list_shards(folder)
     last = max(on_disk, default=-1)
     sizes: dict[int, int] = {}

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftmill.manifests import files, record, schema
+from draftmill.manifests import files, queries, record, schema
 from draftmill.manifests.errors import (
     BudgetError,
     DatasetError,
@@ -96,7 +96,7 @@ class DatasetWriter:
     def _shard_writer(self, kind: Kind, shard_bytes: int) -> ShardWriter:
         folder = self.dataset.path / kind
         on_disk = list_shards(folder)
-        known = self.manifest.known_ends(STAGE_OF_KIND[kind])
+        known = queries.known_ends(self.manifest, STAGE_OF_KIND[kind])
         last = max([*on_disk, *known, -1])
         resume = on_disk.get(last)
         return ShardWriter(
@@ -136,7 +136,7 @@ class DatasetWriter:
 
     def _add_batch(self, batch: Sequence[Prompt]) -> int:
         with self.lock:
-            unknown = self.manifest.unknown([prompt.hash for prompt in batch])
+            unknown = queries.unknown(self.manifest, [prompt.hash for prompt in batch])
             fresh: list[Prompt] = []
             for prompt in batch:
                 if prompt.hash in unknown:
@@ -144,7 +144,7 @@ class DatasetWriter:
                     fresh.append(prompt)
             if not fresh:
                 return 0
-            first = self.manifest.max_id() + 1
+            first = queries.max_id(self.manifest) + 1
             rows = {
                 "id": list(range(first, first + len(fresh))),
                 **{
@@ -153,7 +153,7 @@ class DatasetWriter:
                 },
             }
             numbers = [int(p.stem) for p in self.dataset.prompts_dir.glob("*.parquet")]
-            number = max([*numbers, *self.manifest.prompt_files(), -1]) + 1
+            number = max([*numbers, *queries.prompt_files(self.manifest), -1]) + 1
             path = self.dataset.prompt_file(number)
             temporary = path.with_name(f".{path.name}.tmp")
             with files.disk_full_is_budget(path):
@@ -172,11 +172,11 @@ class DatasetWriter:
     def pending(self, after_id: int, limit: int) -> list[PendingPrompt]:
         """Pending prompts with ids above `after_id`, in id order, with their conversations."""
         with self.lock:
-            rows = self.manifest.todo("pending", after_id, limit)
+            rows = queries.todo(self.manifest, "pending", after_id, limit)
             paths = [
                 self.dataset.prompt_file(number) for number in sorted({row[3] for row in rows})
             ]
-            texts = self.manifest.conversations(paths, [row[0] for row in rows])
+            texts = queries.conversations(self.manifest, paths, [row[0] for row in rows])
         return [
             PendingPrompt(
                 id=row[0], hash=row[1], source=row[2], conversation=texts[row[0]], attempts=row[4]
@@ -187,7 +187,7 @@ class DatasetWriter:
     def generated(self, after_id: int, limit: int) -> list[GeneratedSample]:
         """Samples without hidden states, with ids above `after_id`, in id order."""
         with self.lock:
-            rows = self.manifest.todo("generated", after_id, limit)
+            rows = queries.todo(self.manifest, "generated", after_id, limit)
         return [
             GeneratedSample(
                 id=row[0],

@@ -1,0 +1,79 @@
+"""Questions that the writer and recovery ask of a manifest. Nothing here changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from draftmill.manifests.manifest import Manifest
+from draftmill.manifests.types import Stage, State
+
+
+def unknown(manifest: Manifest, hashes: Sequence[str]) -> set[str]:
+    """Those of `hashes` that no prompt of the dataset has."""
+    batch = pa.table({"hash": pa.array(hashes, pa.string())})
+    with manifest.batch("new_hashes", batch):
+        found = manifest.rows(
+            "SELECT DISTINCT hash FROM new_hashes b ANTI JOIN prompts p USING (hash)"
+        )
+    return {row[0] for row in found}
+
+
+def max_id(manifest: Manifest) -> int:
+    """The largest prompt id, 0 if there is none."""
+    return int(manifest.rows("SELECT coalesce(max(id), 0) FROM prompts")[0][0])
+
+
+def prompt_files(manifest: Manifest) -> set[int]:
+    """Numbers of the prompt files whose rows are in the manifest."""
+    return {row[0] for row in manifest.rows("SELECT DISTINCT file FROM prompts")}
+
+
+def todo(manifest: Manifest, state: State, after_id: int, limit: int) -> list[tuple[Any, ...]]:
+    """(id, hash, source, file, attempts, shard, offset, length, digest) of rows in `state`.
+
+    In id order, from the first id above `after_id`; the last four are those of the current
+    completion and None if there is none.
+    """
+    return manifest.rows(
+        "WITH w AS (SELECT id, attempts, generate_payload FROM state "
+        "           WHERE state = ? AND id > ? ORDER BY id LIMIT ?), "
+        "r AS (SELECT min(id) AS lo, max(id) AS hi FROM w) "
+        'SELECT w.id, p.hash, p.source, p.file, w.attempts, g.shard, g."offset", g.length, '
+        "g.digest FROM w JOIN prompts p ON p.id = w.id "
+        "LEFT JOIN payloads g ON g.id = w.id AND g.stage = 'generate' "
+        "AND g.attempt = w.generate_payload ORDER BY w.id",
+        [state, after_id, limit],
+    )
+
+
+def conversations(manifest: Manifest, paths: Iterable[Path], ids: Sequence[int]) -> dict[int, str]:
+    """Conversation JSON of `ids` (ascending), read from the prompt files `paths`."""
+    if not ids:
+        return {}
+    batch = pa.table({"id": pa.array(ids, pa.int64())})
+    with manifest.batch("wanted_ids", batch):
+        found = manifest.rows(
+            "SELECT id, conversation FROM read_parquet(?) SEMI JOIN wanted_ids USING (id) "
+            "WHERE id BETWEEN ? AND ?",
+            [[str(path) for path in paths], ids[0], ids[-1]],
+        )
+    return dict(found)
+
+
+def known_ends(manifest: Manifest, stage: Stage) -> dict[int, int]:
+    """Last acknowledged byte of each shard of a stage."""
+    return dict(
+        manifest.rows(
+            'SELECT shard, max("offset" + length) FROM payloads WHERE stage = ? GROUP BY shard',
+            [stage],
+        )
+    )
+
+
+def shard_states(manifest: Manifest, kind: str) -> dict[int, str]:
+    """`open`, `sealed` or `evicted` for every shard of a kind that has records."""
+    return dict(manifest.rows("SELECT number, state FROM shards WHERE kind = ?", [kind]))
