@@ -24,7 +24,9 @@ from draftmill.builder.failures import (
     ConnectionCutError,
     GarbledReplyError,
     ServerFailedError,
+    retry_after_s,
     status_error,
+    words,
 )
 from draftmill.builder.metrics import ServerLoad, parse_metrics
 from draftmill.builder.replies import (
@@ -52,15 +54,9 @@ CONNECT_S = 10.0
 SHORT_CALL_S = 15.0
 PROBE_S = 120.0
 MAX_CONNECTIONS = 8192
-TELEMETRY_HEADERS = (
-    "X-Stainless-Arch",
-    "X-Stainless-Async",
-    "X-Stainless-Lang",
-    "X-Stainless-OS",
-    "X-Stainless-Package-Version",
-    "X-Stainless-Runtime",
-    "X-Stainless-Runtime-Version",
-    "x-stainless-read-timeout",
+TELEMETRY_HEADERS = ("x-stainless-read-timeout",) + tuple(
+    f"X-Stainless-{part}"
+    for part in ("Arch", "Async", "Lang", "OS", "Package-Version", "Runtime", "Runtime-Version")
 )
 
 
@@ -328,25 +324,20 @@ class TargetClient:
 
     def _mapped(self, error: openai.APIError) -> Exception:
         if isinstance(error, openai.APIStatusError):
-            return status_error(
-                self.url, error.status_code, _server_words(error), _retry_after_s(error)
-            )
+            again_s = retry_after_s(error.response.headers.get("retry-after", ""))
+            return status_error(self.url, error.status_code, _server_words(error), again_s)
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-                return UnreachableError(_words(cause))
+                return UnreachableError(words(cause))
             if isinstance(
                 cause, aiohttp.InvalidURL | httpx2.UnsupportedProtocol | httpx2.InvalidURL
             ):
-                return ServerError(f"{self.url} is not a URL that can be asked: {_words(cause)}")
+                return ServerError(f"{self.url} is not a URL that can be asked: {words(cause)}")
             if isinstance(cause, aiohttp.ClientError):
-                return ConnectionCutError(f"connection to {self.url} cut: {_words(cause)}")
+                return ConnectionCutError(f"connection to {self.url} cut: {words(cause)}")
             cause = cause.__cause__
-        return ConnectionCutError(f"request to {self.url} failed: {_words(error)}")
-
-
-def _words(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+        return ConnectionCutError(f"request to {self.url} failed: {words(error)}")
 
 
 def _server_words(error: openai.APIStatusError) -> str:
@@ -355,10 +346,3 @@ def _server_words(error: openai.APIStatusError) -> str:
     message = body.get("message") if isinstance(body, dict) else None
     text = message if isinstance(message, str) else error.response.text
     return " ".join(text.split())[:600] or error.response.reason_phrase
-
-
-def _retry_after_s(error: openai.APIStatusError) -> float | None:
-    try:
-        return min(3600.0, max(0.0, float(error.response.headers.get("retry-after", ""))))
-    except ValueError:
-        return None

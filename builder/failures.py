@@ -37,3 +37,16 @@ def status_error(url: str, status: int, words: str, retry_after_s: float | None)
     if status in TRANSIENT_STATUS or (status >= 500 and status not in PERMANENT_SERVER_STATUS):
         return ServerFailedError(text, http_status=status, retry_after_s=retry_after_s)
     return PermanentError(text, http_status=status)
+
+
+def words(error: BaseException) -> str:
+    """An exception's text on one line; its class where it has none."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def retry_after_s(header: str) -> float | None:
+    """Seconds of a Retry-After header, an hour at most; None for dates and nonsense."""
+    try:
+        return min(3600.0, max(0.0, float(header)))
+    except ValueError:
+        return None
