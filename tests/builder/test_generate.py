@@ -214,7 +214,7 @@ def test_changed_settings_are_refused_and_named(tmp_path: Path) -> None:
                     with pytest.raises(SettingsMismatch, match=field):
                         await generated(writer, server, **change)
                 server.options.template = "another"
-                with pytest.raises(SettingsMismatch, match="probe_prompt"):
+                with pytest.raises(SettingsMismatch, match="chat template and tokenizer"):
                     await generated(writer, server, temperature=0.5)
                 server.options.template = ""
                 same = {"temperature": 0.5, "max_completion_tokens": 300}
