@@ -24,6 +24,7 @@ from tests.e2e.conftest import LAYER_IDS
 NUM_LAYERS = 30
 # Blocks of the KV cache hold 128 tokens: lengths on both sides of their borders.
 LENGTHS = (1, 2, 127, 128, 129, 300, 700)
+MANY = 8  # tokens from which layers can be told apart
 # bf16 against float32, median over tokens; measured .004 to .009.
 MAX_ERROR = 0.02
 
@@ -128,6 +129,8 @@ def test_states_are_those_of_transformers(
         for place, layer_id in enumerate(LAYER_IDS):
             errors = [relative_error(states_TLH[:, place], wanted_TH) for wanted_TH in residual]
             assert errors[layer_id] < MAX_ERROR, (len(sample), layer_id)
+            if len(sample) < MANY:
+                continue  # the first token's few huge activations are the same in most layers
             # and it is this layer, not a neighbour
             assert errors[layer_id] == min(errors)
             assert sorted(errors)[1] > 3 * errors[layer_id]
@@ -148,7 +151,9 @@ def test_request_id_is_in_the_file_name_and_leads_nowhere(extract_server: Server
     sweep(extract_server)
 
 
-def test_a_client_that_leaves_leaves_no_file(extract_server: Server, token_ids: list[int]) -> None:
+def test_a_client_that_leaves_leaves_nothing_unfinished(
+    extract_server: Server, token_ids: list[int]
+) -> None:
     async def give_up() -> None:
         asked = asyncio.create_task(prefill(extract_server, token_ids[:700], "given-up"))
         while not any("given-up" in path.name for path in staging(extract_server).iterdir()):
@@ -162,7 +167,13 @@ def test_a_client_that_leaves_leaves_no_file(extract_server: Server, token_ids: 
         await prefill(extract_server, [7, 8, 9], "next")
 
     asyncio.run(give_up())
-    assert not [path.name for path in staging(extract_server).iterdir() if "given" in path.name]
+    # The request was given up before its only step ended, or just after: then its file is whole,
+    # its lock is free, and it is for the sweep.
+    left = [path for path in staging(extract_server).iterdir() if "given" in path.name]
+    for path in left:
+        if path.suffix == ".safetensors":
+            assert read(path)[1] == token_ids[:700]
+    assert not [path.name for path in left if path.name.endswith((".part", ".error"))]
     sweep(extract_server)
 
 
