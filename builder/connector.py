@@ -7,7 +7,7 @@ ExampleHiddenStatesConnector (the interface is the same in 0.24 to 0.32); this s
 - works on the CPU as well (the stock one kills the engine there at the first request),
 - writes `FILE.part` and renames it, so `FILE` is whole whenever it exists,
 - says in `FILE.error` why a file could not be written, and keeps the engine alive,
-- writes nothing for a request that its client has given up,
+- writes nothing for a request that its client gave up before it was finished,
 - puts `target_layer_ids` into the file's metadata, so that a reader can compare them,
 - rounds to the dtype that `states_dtype` in its extra config names, whatever the model computes in.
 

@@ -244,7 +244,7 @@ class Server:
             )
         )
         whole = {**os.environ, **environment, **processes.KEEP_MARK, processes.MARK: self._mark}
-        # three processes import the same thousands of modules: let them keep the bytecode
+        # two or three processes import the same thousands of modules: let them keep the bytecode
         whole.pop("PYTHONDONTWRITEBYTECODE", None)
         with self.files.log_path.open("wb") as log:
             self._child = subprocess.Popen(
@@ -263,7 +263,7 @@ class Server:
         started = said = time.monotonic()
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
-            while not await self._answers(session):
+            while (names := await self._served(session)) is None:
                 if not self.alive():
                     raise self._death("before it was ready")
                 if time.monotonic() - said >= _SAY_EVERY_S:
@@ -271,8 +271,6 @@ class Server:
                     line = last_line(self.files.log_path)
                     self._on_wait(f"{self.spec.kind} server, {said - started:.0f} s: {line}")
                 await asyncio.sleep(_POLL_S)
-            async with session.get(f"{self.url}/models") as reply:
-                names = [each["id"] for each in (await reply.json())["data"]]
         if self.spec.name not in names:
             raise ServerError(
                 f"the server at {self.url} serves {', '.join(names)}, not {self.spec.name}; "
@@ -280,11 +278,15 @@ class Server:
             )
         self._on_wait(f"{self.spec.kind} server ready after {time.monotonic() - started:.0f} s")
 
-    async def _answers(self, session: aiohttp.ClientSession) -> bool:
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+    async def _served(self, session: aiohttp.ClientSession) -> list[str] | None:
+        """The models it serves, or None while it is not ready."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
             async with session.get(f"http://{HOST}:{self._port}/health") as reply:
-                return reply.status == 200
-        return False
+                if reply.status != 200:
+                    return None
+            async with session.get(f"{self.url}/models") as reply:
+                return [str(each["id"]) for each in (await reply.json())["data"]]
+        return None
 
     def _death(self, when: str) -> ServerError:
         code = self._child.returncode if self._child is not None else None

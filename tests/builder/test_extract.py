@@ -20,6 +20,8 @@ from draftmill.manifests.files import folder_bytes
 from tests.builder.extraction import IDS, look, make_dataset, run
 from tests.fakes.target_server import TargetServer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def staging(tmp_path: Path) -> Path:

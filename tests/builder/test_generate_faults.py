@@ -27,6 +27,8 @@ from tests.builder.generation import (
 )
 from tests.fakes.target_server import TargetServer
 
+pytestmark = pytest.mark.slow
+
 SLOW = {"tokens_per_s": 4000.0, "median_tokens": 60}
 
 

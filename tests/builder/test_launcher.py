@@ -22,6 +22,8 @@ from draftmill.builder.launcher import Server, ServeSettings, stop_leftovers
 from draftmill.builder.server_files import ServerFiles, ServerState
 from draftmill.manifests.errors import ServerError
 
+pytestmark = pytest.mark.slow
+
 FAKE = Path(__file__).parents[1] / "fakes" / "fake_vllm.py"
 
 # Starts a server and tells its pid as soon as it runs, ready or not; then waits to be killed.

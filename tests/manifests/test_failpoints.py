@@ -73,7 +73,7 @@ def test_the_job_reaches_every_kind_of_operation(failpoints: dict[str, int]) -> 
     assert {"write.completions.before", "write.hidden_states.seal.before"} <= set(failpoints)
 
 
-@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_at_every_failpoint(
     zygote: Zygote, failpoints: dict[str, int], tmp_path: Path, every: int
 ) -> None:

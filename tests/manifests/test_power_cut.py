@@ -119,7 +119,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step], lis
 @pytest.mark.parametrize(
     ("unsynced", "every"),
     [
-        ("torn", 12),
+        ("torn", 40),
         pytest.param("dropped", 1, marks=pytest.mark.slow),
         pytest.param("kept", 1, marks=pytest.mark.slow),
         pytest.param("torn", 1, marks=pytest.mark.slow),

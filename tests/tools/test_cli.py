@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -198,16 +196,3 @@ def test_unknown_words_are_usage_errors(run: Run) -> None:
 def test_debug_shows_a_traceback(run: Run) -> None:
     run("--debug", "status", "nothing-here", code=1)
     assert "Traceback" in run.err
-
-
-def test_help_and_status_load_no_torch(dataset: Dataset) -> None:
-    program = (
-        "import sys; from draftmill.tools.cli import _run; "
-        "assert _run(sys.argv[1:], False) == 0; "
-        "assert 'torch' not in sys.modules, 'torch was imported'"
-    )
-    for words in (["--help"], ["status", str(dataset.path)], ["verify", str(dataset.path)]):
-        done = subprocess.run(
-            [sys.executable, "-c", program, *words], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr

@@ -31,6 +31,8 @@ from draftmill.trainer.settings import TrainSettings
 from draftmill.trainer.train import TrainReport, initial_draft, train
 from tests.trainer import tiny
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = TrainSettings(
     draft_vocab_size=256,
     max_seq_len=60,
