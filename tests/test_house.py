@@ -17,15 +17,15 @@ from tests.sources import CLONE, imports, room_files
 DOORS = {
     "click": "tools/*",
     "duckdb": "manifests/manifest.py",
-    "httpx2": "builder/client.py",  # openai's transport
-    "openai": "builder/client.py",
+    "httpx2": "builder/requests/client.py",  # openai's transport
+    "openai": "builder/requests/client.py",
     "speculators": "trainer/draft_model*.py",
-    "tenacity": "builder/client.py",
-    "vllm": "builder/connector.py",
+    "tenacity": "builder/requests/client.py",
+    "vllm": "builder/serving/connector.py",
     "zstandard": "manifests/codec.py",
 }
 # It runs inside the server's environment, where draftmill is not installed.
-CONNECTOR = Path("builder/connector.py")
+CONNECTOR = Path("builder/serving/connector.py")
 MAX_LINES = 350
 
 HEAVY = ("torch", "transformers", "speculators", "vllm")

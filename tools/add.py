@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
-from draftmill.builder.conversations import FORMATS, TURNS, Format, Turns
-from draftmill.builder.sources import SourceError, read_source
+from draftmill.builder.sources.conversations import FORMATS, TURNS, Format, Turns
+from draftmill.builder.sources.read import SourceError, read_source
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import SourceFileError
 from draftmill.manifests.types import Prompt

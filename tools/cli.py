@@ -34,7 +34,7 @@ COMMANDS = {
     "train": "train",
     "eval": "evaluate",
     "doctor": "doctor",
-    "bench": "bench",
+    "bench": "bench.command",
 }
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import click
 
-from draftmill.builder.client import TargetClient
-from draftmill.builder.staging import Staging
+from draftmill.builder.extraction.staging import Staging
+from draftmill.builder.requests.client import TargetClient
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DraftmillError, RequestError, ServerError
 from draftmill.manifests.sizes import format_size

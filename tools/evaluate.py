@@ -14,10 +14,10 @@ from typing import Any
 
 import click
 
-from draftmill.builder.client import TargetClient
-from draftmill.builder.launcher import Server
-from draftmill.builder.sources import read_source
-from draftmill.builder.vllm_command import ServeSettings
+from draftmill.builder.requests.client import TargetClient
+from draftmill.builder.serving.command import ServeSettings
+from draftmill.builder.serving.launcher import Server
+from draftmill.builder.sources.read import read_source
 from draftmill.manifests.errors import PermanentError, ServerError, SourceFileError, TransientError
 from draftmill.manifests.types import Prompt
 from draftmill.tools.render import say

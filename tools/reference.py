@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import textwrap
+from collections.abc import Iterator
 
 import click
 
@@ -33,7 +34,8 @@ def page() -> str:
     for name in COMMANDS:
         command = cli.get_command(context, name)
         assert command is not None
-        lines += [f"### {name}", "", "```", _help(command, context, name), "```", ""]
+        for words, each in _with_subcommands(command, context, name):
+            lines += [f"### {words}", "", "```", _help(each, context, words), "```", ""]
     lines += ["## Settings", "", "Sections and keys of `config.toml`.", ""]
     for section, settings in SECTIONS.items():
         lines += [f"### [{section}]", "", "| key | default | meaning |", "|---|---|---|"]
@@ -43,6 +45,17 @@ def page() -> str:
             lines.append(f"| `{item.name}` | {default} | {text} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _with_subcommands(
+    command: click.Command, parent: click.Context, name: str
+) -> Iterator[tuple[str, click.Command]]:
+    yield name, command
+    if isinstance(command, click.Group):
+        for below in command.list_commands(parent):
+            inner = command.get_command(parent, below)
+            assert inner is not None
+            yield from _with_subcommands(inner, parent, f"{name} {below}")
 
 
 def _help(command: click.Command, parent: click.Context, name: str) -> str:

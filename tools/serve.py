@@ -9,10 +9,10 @@ from typing import Literal
 
 import click
 
-from draftmill.builder import launcher
-from draftmill.builder.launcher import Server, ServerSpec
+from draftmill.builder.serving import launcher
+from draftmill.builder.serving.command import CONNECTOR_MODULE, printable_command, vllm_engine
+from draftmill.builder.serving.launcher import Server, ServerSpec
 from draftmill.builder.stop import StopSignals
-from draftmill.builder.vllm_command import CONNECTOR_MODULE, printable_command, vllm_engine
 from draftmill.manifests.errors import ServerError, UsageError
 from draftmill.manifests.target import TargetModel, default_target_layer_ids
 from draftmill.tools.init import layer_list

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from draftmill.builder.budget import parse_budget
-from draftmill.builder.extract_settings import ExtractSettings
-from draftmill.builder.generate_settings import GenerateSettings
-from draftmill.builder.vllm_command import ServeSettings
+from draftmill.builder.extraction.settings import ExtractSettings
+from draftmill.builder.generation.settings import GenerateSettings
+from draftmill.builder.serving.command import ServeSettings
 from draftmill.manifests import config
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import UsageError

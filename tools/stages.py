@@ -11,10 +11,10 @@ from typing import Literal
 import click
 
 from draftmill.builder.budget import Budget
-from draftmill.builder.extract import Layers, extract
-from draftmill.builder.generate import generate
-from draftmill.builder.launcher import Server
+from draftmill.builder.extraction.stage import Layers, extract
+from draftmill.builder.generation.stage import generate
 from draftmill.builder.progress import StageReport
+from draftmill.builder.serving.launcher import Server
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import UsageError
 from draftmill.manifests.writer import DatasetWriter

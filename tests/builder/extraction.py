@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from draftmill.builder.budget import Budget
-from draftmill.builder.extract import ExtractSettings, Layers, extract
+from draftmill.builder.extraction.stage import ExtractSettings, Layers, extract
 from draftmill.builder.progress import OnProgress, StageReport
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.types import Attempt, Completion, Location, Prompt, Result

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from draftmill.builder.generate import GenerateSettings, generate
+from draftmill.builder.generation.stage import GenerateSettings, generate
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.types import Result
 from draftmill.manifests.writer import DatasetWriter

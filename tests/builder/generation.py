@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from draftmill.builder.generate import generate
-from draftmill.builder.generate_settings import GenerateSettings
+from draftmill.builder.generation.settings import GenerateSettings
+from draftmill.builder.generation.stage import generate
 from draftmill.builder.progress import StageReport
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.reader import ShardReader

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.builder.client import TargetClient, retried
-from draftmill.builder.failures import (
+from draftmill.builder.requests.client import TargetClient, retried
+from draftmill.builder.requests.failures import (
     ConnectionCutError,
     GarbledReplyError,
     OverloadedError,
     ServerFailedError,
 )
-from draftmill.builder.metrics import parse_metrics
-from draftmill.builder.replies import completion_of_reply
-from draftmill.builder.retry_policy import RetryBudget, RetryPolicy
-from draftmill.builder.urls import split_url
+from draftmill.builder.requests.metrics import parse_metrics
+from draftmill.builder.requests.replies import completion_of_reply
+from draftmill.builder.requests.retry_policy import RetryBudget, RetryPolicy
+from draftmill.builder.requests.urls import split_url
 from draftmill.manifests.errors import (
     PermanentError,
     RejectedError,

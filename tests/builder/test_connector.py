@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module")
 def connector() -> Any:
-    from draftmill.builder import connector
+    from draftmill.builder.serving import connector
 
     return connector
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from draftmill.builder.controller import Controller, Reading
-from draftmill.builder.metrics import ServerLoad
+from draftmill.builder.generation.controller import Controller, Reading
+from draftmill.builder.requests.metrics import ServerLoad
 
 
 def load(running: int, waiting: int = 0, kv: float = 0.1, preemptions: float = 0.0) -> ServerLoad:

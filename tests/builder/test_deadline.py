@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from draftmill.builder.deadline import (
+from draftmill.builder.generation.deadline import (
     ActiveClock,
     Deadline,
     DeadlineRule,
     PaceClock,
     timeout_arithmetic,
 )
-from draftmill.builder.metrics import ServerLoad
+from draftmill.builder.requests.metrics import ServerLoad
 
 
 def load(generated: float, running: int, waiting: int = 0) -> ServerLoad:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.builder import staging as staging_module
+from draftmill.builder.extraction import staging as staging_module
 from draftmill.builder.progress import Progress, StageReport
 from draftmill.manifests import files
 from draftmill.manifests.dataset import Dataset

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftmill.builder import gates
+from draftmill.builder.generation import gates
 from draftmill.manifests.errors import ConfigError
 from draftmill.manifests.types import Completion, PendingPrompt
 

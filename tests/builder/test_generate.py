@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.builder.generate_settings import GenerateSettings
+from draftmill.builder.generation.settings import GenerateSettings
 from draftmill.manifests.errors import ConfigError, ServerError, SettingsMismatch, UsageError
 from tests.builder.generation import (
     check_served,

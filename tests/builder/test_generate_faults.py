@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from draftmill.builder.generate import generate
-from draftmill.builder.generate_settings import GenerateSettings
+from draftmill.builder.generation.settings import GenerateSettings
+from draftmill.builder.generation.stage import generate
 from draftmill.builder.progress import Progress
 from draftmill.manifests.errors import BudgetError
 from draftmill.manifests.types import Result

@@ -17,9 +17,9 @@ import aiohttp
 import psutil
 import pytest
 
-from draftmill.builder import launcher, processes
-from draftmill.builder.launcher import Server, ServeSettings, stop_leftovers
-from draftmill.builder.server_files import ServerFiles, ServerState
+from draftmill.builder.serving import launcher, processes
+from draftmill.builder.serving.launcher import Server, ServeSettings, stop_leftovers
+from draftmill.builder.serving.state import ServerFiles, ServerState
 from draftmill.manifests.errors import ServerError
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ FAKE = Path(__file__).parents[1] / "fakes" / "fake_vllm.py"
 KEEPER = """
 import asyncio, sys
 from pathlib import Path
-from draftmill.builder.launcher import Server, ServeSettings
+from draftmill.builder.serving.launcher import Server, ServeSettings
 
 async def run(python, folder):
     server = Server.generation(

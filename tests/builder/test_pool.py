@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from draftmill.builder.client import TargetClient
-from draftmill.builder.controller import Controller
-from draftmill.builder.deadline import ActiveClock, DeadlineRule
-from draftmill.builder.endpoint import Endpoint, Patience
-from draftmill.builder.pool import Pool
+from draftmill.builder.generation.controller import Controller
+from draftmill.builder.generation.deadline import ActiveClock, DeadlineRule
+from draftmill.builder.generation.endpoint import Endpoint, Patience
+from draftmill.builder.generation.pool import Pool
+from draftmill.builder.requests.client import TargetClient
 
 
 @asynccontextmanager

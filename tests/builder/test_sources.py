@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftmill.builder.conversations import prompts_of
-from draftmill.builder.sources import SourceError, read_source, source_name
+from draftmill.builder.sources.conversations import prompts_of
+from draftmill.builder.sources.read import SourceError, read_source, source_name
 from draftmill.manifests.errors import SourceFileError, UsageError
 from draftmill.manifests.types import Prompt
 
@@ -240,7 +240,7 @@ def test_torn_last_line(tmp_path: Path) -> None:
 
 
 def test_an_endless_line_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftmill.builder.sources.MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("draftmill.builder.sources.read.MAX_LINE_BYTES", 1 << 20)
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'{"prompt": "' + b"x" * (3 << 20) + b'"}\n{"prompt": "two"}\n')
     prompts, errors = read(path)

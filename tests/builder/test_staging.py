@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftmill.builder import staging as staging_module
-from draftmill.builder.failures import GarbledReplyError
-from draftmill.builder.intake import Layers, LengthMismatchError, take_in
-from draftmill.builder.staging import IncompleteFileError, LockHeldError, Staging
+from draftmill.builder.extraction import staging as staging_module
+from draftmill.builder.extraction.intake import Layers, LengthMismatchError, take_in
+from draftmill.builder.extraction.staging import IncompleteFileError, LockHeldError, Staging
+from draftmill.builder.requests.failures import GarbledReplyError
 from draftmill.manifests.codec import decode_states
 from draftmill.manifests.errors import ConfigError, RejectedError, TransientError
 from tests.fakes import toy_model as toy
@@ -72,7 +72,7 @@ def test_parts_give_the_same_payload_as_the_whole(
 ) -> None:
     name = put(staging)
     whole, _ = take_in(staging, name, IDS, LAYERS, "em-zfast", "digest")
-    monkeypatch.setattr("draftmill.builder.intake._PART_BYTES", 1)
+    monkeypatch.setattr("draftmill.builder.extraction.intake._PART_BYTES", 1)
     parts, _ = take_in(staging, name, IDS, LAYERS, "em-zfast", "digest")
     assert list(parts.blocks) == list(whole.blocks)
 

@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftmill.builder.validate import StatesCheck, check_shape, check_states, check_token_ids
+from draftmill.builder.extraction.validate import (
+    StatesCheck,
+    check_shape,
+    check_states,
+    check_token_ids,
+)
 from draftmill.manifests.errors import RejectedError
 from draftmill.manifests.types import StatesTLH, TokenIds
 

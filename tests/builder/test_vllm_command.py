@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.builder.server_files import free_port
-from draftmill.builder.server_log import last_line, why_it_ended
-from draftmill.builder.vllm_command import (
+from draftmill.builder.serving.command import (
     ServerSpec,
     ServeSettings,
     fingerprint,
@@ -21,6 +19,8 @@ from draftmill.builder.vllm_command import (
     serve_command,
     serve_environment,
 )
+from draftmill.builder.serving.log import last_line, why_it_ended
+from draftmill.builder.serving.state import free_port
 
 
 def options(command: list[str]) -> dict[str, str]:

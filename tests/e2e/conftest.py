@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from draftmill.builder.launcher import Server, ServeSettings
+from draftmill.builder.serving.launcher import Server, ServeSettings
 from draftmill.tools.demo import cache_folder
 from draftmill.tools.embedded import MODEL_NAME, ensure_model
 

@@ -12,16 +12,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from draftmill.builder.client import TargetClient
-from draftmill.builder.generate import GenerateSettings, generate
-from draftmill.builder.launcher import ServeSettings, free_port
+from draftmill.builder.generation.stage import GenerateSettings, generate
 from draftmill.builder.progress import Progress
-from draftmill.builder.vllm_command import (
+from draftmill.builder.requests.client import TargetClient
+from draftmill.builder.serving.command import (
     ServerSpec,
     serve_command,
     serve_environment,
     vllm_engine,
 )
+from draftmill.builder.serving.launcher import ServeSettings, free_port
 from draftmill.tools.embedded import MODEL_NAME
 from tests.builder.generation import completions, history, states, writer_of
 

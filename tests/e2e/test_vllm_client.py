@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.builder.client import TargetClient
-from draftmill.builder.launcher import Server
-from draftmill.builder.replies import rebuilt_completion
-from draftmill.builder.room import OverLength, max_tokens_for
+from draftmill.builder.generation.room import OverLength, max_tokens_for
+from draftmill.builder.requests.client import TargetClient
+from draftmill.builder.requests.replies import rebuilt_completion
+from draftmill.builder.serving.launcher import Server
 from draftmill.manifests.errors import ServerError
 from draftmill.tools.embedded import MODEL_NAME
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from draftmill.builder.launcher import Server
+from draftmill.builder.serving.launcher import Server
 from draftmill.tools.embedded import MODEL_NAME
 from tests.e2e.conftest import LAYER_IDS
 

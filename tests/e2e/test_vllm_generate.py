@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from draftmill.builder.launcher import Server
+from draftmill.builder.serving.launcher import Server
 from draftmill.tools.embedded import MODEL_NAME
 
 END_OF_TURN = 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draftmill.tools.codec_error import to_floats
+from draftmill.tools.bench.codec_error import to_floats
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -39,7 +39,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_layers_are_those_of_transformers(model_folder: Path, tmp_path: Path) -> None:
-    from draftmill.tools import bench_states
+    from draftmill.tools.bench import states as bench_states
 
     path = bench_states.saved_states(model_folder, tmp_path, num_tokens=600)
     states = np.load(path)
@@ -60,7 +60,7 @@ def test_layers_are_those_of_transformers(model_folder: Path, tmp_path: Path) ->
 
 
 def test_states_are_made_once(model_folder: Path, tmp_path: Path) -> None:
-    from draftmill.tools import bench_states
+    from draftmill.tools.bench import states as bench_states
 
     path = bench_states.saved_states(model_folder, tmp_path, num_tokens=20)
     before = path.stat().st_mtime_ns

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from draftmill.manifests.target import TargetModel
-from draftmill.tools import codec_error
+from draftmill.tools.bench import codec_error
 
 
 def normal_words(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.uint16]:

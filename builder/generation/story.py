@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from draftmill.builder.budget import Budget
-from draftmill.builder.endpoint import Endpoint
+from draftmill.builder.generation.endpoint import Endpoint
 from draftmill.builder.progress import OnProgress, Progress, RateMeter, StageReport
 from draftmill.manifests.types import Result
 from draftmill.manifests.writer import DatasetWriter

@@ -13,24 +13,24 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from draftmill.builder import gates
 from draftmill.builder.budget import Budget, Reservation
-from draftmill.builder.client import PROBE_S
 from draftmill.builder.commit import BATCH_ROWS, Committer
-from draftmill.builder.controller import Controller
-from draftmill.builder.deadline import ActiveClock, DeadlineRule, timeout_arithmetic
-from draftmill.builder.endpoint import Endpoint, Patience
-from draftmill.builder.gates import UserGate
-from draftmill.builder.generate_settings import GenerateSettings
-from draftmill.builder.pool import Pool
+from draftmill.builder.generation import gates
+from draftmill.builder.generation.controller import Controller
+from draftmill.builder.generation.deadline import ActiveClock, DeadlineRule, timeout_arithmetic
+from draftmill.builder.generation.endpoint import Endpoint, Patience
+from draftmill.builder.generation.gates import UserGate
+from draftmill.builder.generation.pool import Pool
+from draftmill.builder.generation.reasoning import ReasoningGuard
+from draftmill.builder.generation.room import BYTES_PER_TOKEN, most_stored_bytes
+from draftmill.builder.generation.row import RowRunner
+from draftmill.builder.generation.servers import Servers, open_servers
+from draftmill.builder.generation.settings import GenerateSettings
+from draftmill.builder.generation.story import Publisher, Story
+from draftmill.builder.generation.watch import Watch
 from draftmill.builder.progress import OnProgress, StageReport
-from draftmill.builder.reasoning import ReasoningGuard
-from draftmill.builder.room import BYTES_PER_TOKEN, most_stored_bytes
-from draftmill.builder.row import RowRunner
-from draftmill.builder.servers import Servers, open_servers
+from draftmill.builder.requests.client import PROBE_S
 from draftmill.builder.stop import StopSignals
-from draftmill.builder.story import Publisher, Story
-from draftmill.builder.watch import Watch
 from draftmill.manifests.errors import BudgetError, ServerError
 from draftmill.manifests.maintenance import retry, select
 from draftmill.manifests.types import PendingPrompt, Result

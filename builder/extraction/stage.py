@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from draftmill.builder.budget import Budget
-from draftmill.builder.client import TargetClient
 from draftmill.builder.commit import Committer
-from draftmill.builder.extract_sample import SampleRunner
-from draftmill.builder.extract_servers import ExtractServers
-from draftmill.builder.extract_settings import ExtractSettings
-from draftmill.builder.intake import Layers
-from draftmill.builder.leftovers import Leftovers
+from draftmill.builder.extraction.intake import Layers
+from draftmill.builder.extraction.leftovers import Leftovers
+from draftmill.builder.extraction.sample import SampleRunner
+from draftmill.builder.extraction.servers import ExtractServers
+from draftmill.builder.extraction.settings import ExtractSettings
+from draftmill.builder.extraction.staging import Staging
 from draftmill.builder.progress import OnProgress, Progress, RateMeter, StageReport
-from draftmill.builder.staging import Staging
+from draftmill.builder.requests.client import TargetClient
 from draftmill.builder.stop import StopSignals
 from draftmill.manifests.errors import BudgetError, ServerError
 from draftmill.manifests.layout import Layout

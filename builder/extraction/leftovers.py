@@ -10,7 +10,7 @@ import asyncio
 import time
 
 from draftmill.builder.budget import Reservation
-from draftmill.builder.staging import Staging
+from draftmill.builder.extraction.staging import Staging
 
 SWEEP_S = 2.0
 _LAST_SWEEPS_S = 0.1

@@ -9,14 +9,14 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from draftmill.builder import gates
-from draftmill.builder.client import retried
-from draftmill.builder.endpoint import Endpoint
-from draftmill.builder.gates import Rejection, UserGate
-from draftmill.builder.generate_settings import GenerateSettings
-from draftmill.builder.pool import Pool
-from draftmill.builder.retry_policy import RetryBudget, RetryPolicy
-from draftmill.builder.room import LengthEstimate, OverLength, max_tokens_for
+from draftmill.builder.generation import gates
+from draftmill.builder.generation.endpoint import Endpoint
+from draftmill.builder.generation.gates import Rejection, UserGate
+from draftmill.builder.generation.pool import Pool
+from draftmill.builder.generation.room import LengthEstimate, OverLength, max_tokens_for
+from draftmill.builder.generation.settings import GenerateSettings
+from draftmill.builder.requests.client import retried
+from draftmill.builder.requests.retry_policy import RetryBudget, RetryPolicy
 from draftmill.manifests.errors import (
     PermanentError,
     RejectedError,

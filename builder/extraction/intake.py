@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draftmill.builder.staging import StagedFile, Staging
-from draftmill.builder.validate import StatesCheck, check_shape, check_token_ids
+from draftmill.builder.extraction.staging import StagedFile, Staging
+from draftmill.builder.extraction.validate import StatesCheck, check_shape, check_token_ids
 from draftmill.manifests.codec import encode_states
 from draftmill.manifests.codec_names import BLOCK_TOKENS
 from draftmill.manifests.errors import RejectedError, TransientError

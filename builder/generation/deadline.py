@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from draftmill.builder.metrics import ServerLoad
+from draftmill.builder.requests.metrics import ServerLoad
 
 SAMPLES = 64
 CALIBRATION_REQUESTS = 16

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from draftmill.builder.endpoint import Endpoint
+from draftmill.builder.generation.endpoint import Endpoint
 
 
 class Pool:

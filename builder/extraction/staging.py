@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.builder.failures import GarbledReplyError
+from draftmill.builder.requests.failures import GarbledReplyError
 from draftmill.manifests.errors import ConfigError, RejectedError, TransientError
 
 _SUFFIX = ".safetensors"

@@ -16,11 +16,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from draftmill.builder.client import ServedModel, TargetClient
-from draftmill.builder.controller import Controller
-from draftmill.builder.deadline import ActiveClock, Deadline, DeadlineRule, PaceClock
-from draftmill.builder.failures import ConnectionCutError, OverloadedError, ServerFailedError
-from draftmill.builder.metrics import ServerLoad
+from draftmill.builder.generation.controller import Controller
+from draftmill.builder.generation.deadline import ActiveClock, Deadline, DeadlineRule, PaceClock
+from draftmill.builder.requests.client import ServedModel, TargetClient
+from draftmill.builder.requests.failures import (
+    ConnectionCutError,
+    OverloadedError,
+    ServerFailedError,
+)
+from draftmill.builder.requests.metrics import ServerLoad
 from draftmill.manifests.errors import (
     PermanentError,
     RequestError,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftmill.builder.metrics import ServerLoad
+from draftmill.builder.requests.metrics import ServerLoad
 
 START = 16  # a calibration costs at most so many requests
 KV_FULL = 0.95

@@ -20,7 +20,7 @@ import httpx2
 import openai
 import tenacity
 
-from draftmill.builder.failures import (
+from draftmill.builder.requests.failures import (
     ConnectionCutError,
     GarbledReplyError,
     ServerFailedError,
@@ -28,15 +28,15 @@ from draftmill.builder.failures import (
     status_error,
     words,
 )
-from draftmill.builder.metrics import ServerLoad, parse_metrics
-from draftmill.builder.replies import (
+from draftmill.builder.requests.metrics import ServerLoad, parse_metrics
+from draftmill.builder.requests.replies import (
     PROBE_CONVERSATION,
     completion_of_reply,
     json_of,
     rebuilt_completion,
 )
-from draftmill.builder.retry_policy import RetryPolicy
-from draftmill.builder.urls import split_url
+from draftmill.builder.requests.retry_policy import RetryPolicy
+from draftmill.builder.requests.urls import split_url
 from draftmill.manifests.errors import (
     PermanentError,
     ServerError,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 
-from draftmill.builder.controller import Reading
-from draftmill.builder.deadline import ActiveClock
-from draftmill.builder.endpoint import Endpoint, Log, Patience, Tally
-from draftmill.builder.metrics import ServerLoad
+from draftmill.builder.generation.controller import Reading
+from draftmill.builder.generation.deadline import ActiveClock
+from draftmill.builder.generation.endpoint import Endpoint, Log, Patience, Tally
+from draftmill.builder.requests.metrics import ServerLoad
 from draftmill.manifests.errors import TransientError
 
 KV_SHARE = 0.95

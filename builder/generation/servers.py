@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from draftmill.builder.client import TargetClient
-from draftmill.builder.urls import split_url
+from draftmill.builder.requests.client import TargetClient
+from draftmill.builder.requests.urls import split_url
 from draftmill.manifests.errors import PermanentError, ServerError, TransientError, UsageError
 
 

@@ -10,6 +10,7 @@ Legend: T tokens, L layers, H hidden size; states are bf16 bit patterns, uint16 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from draftmill.manifests import codec
 from draftmill.manifests.errors import UsageError
 from draftmill.manifests.target import TargetModel
-from draftmill.tools import codec_error
+from draftmill.tools.bench import codec_error
 
 BASELINE = "zstd-1"
 FP8 = "fp8-e4m3"
@@ -91,7 +92,7 @@ def run(
     """
     if states_file is None:
         # only here, so that a file can be benched where there is no torch
-        from draftmill.tools import bench_states
+        from draftmill.tools.bench import states as bench_states
         from draftmill.tools.demo import cache_folder
         from draftmill.tools.embedded import ensure_model
 
@@ -127,7 +128,7 @@ def bench_shards(
     return figures
 
 
-class _Contender:
+class _Contender(ABC):
     """One way to store the samples: what is stored, and operations on sample i, any thread."""
 
     name: str
@@ -139,13 +140,13 @@ class _Contender:
         for index in range(len(samples)):
             self.encode(index)
 
+    @abstractmethod
     def encode(self, index: int) -> None:
         """Encode sample `index` into `stored`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, index: int) -> None:
         """Decode `stored` of sample `index` into `out`."""
-        raise NotImplementedError
 
     @property
     def stored_bytes(self) -> int:

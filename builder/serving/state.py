@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from draftmill.builder.vllm_command import Kind
+from draftmill.builder.serving.command import Kind
 from draftmill.manifests import files
 from draftmill.manifests.errors import ServerError
 

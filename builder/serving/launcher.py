@@ -19,10 +19,8 @@ from typing import TypeVar
 
 import aiohttp
 
-from draftmill.builder import processes
-from draftmill.builder.server_files import HOST, ServerFiles, ServerState, free_port
-from draftmill.builder.server_log import last_line, why_it_ended
-from draftmill.builder.vllm_command import (
+from draftmill.builder.serving import processes
+from draftmill.builder.serving.command import (
     CONNECTOR_MODULE,
     KINDS,
     Kind,
@@ -33,6 +31,8 @@ from draftmill.builder.vllm_command import (
     serve_environment,
     vllm_engine,
 )
+from draftmill.builder.serving.log import last_line, why_it_ended
+from draftmill.builder.serving.state import HOST, ServerFiles, ServerState, free_port
 from draftmill.manifests import files
 from draftmill.manifests.errors import ServerError
 

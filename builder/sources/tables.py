@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftmill.builder.conversations import CONTENT_KEYS, ROW_KEYS
+from draftmill.builder.sources.conversations import CONTENT_KEYS, ROW_KEYS
 from draftmill.manifests.errors import SourceFileError
 
 BATCH_ROWS = 512

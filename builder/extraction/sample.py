@@ -13,14 +13,18 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
 from draftmill.builder.budget import Budget, Reservation
-from draftmill.builder.client import retried
-from draftmill.builder.extract_servers import ExtractServer, ExtractServers
-from draftmill.builder.extract_settings import ExtractSettings
-from draftmill.builder.failures import ConnectionCutError, OverloadedError, ServerFailedError
-from draftmill.builder.intake import Layers, LengthMismatchError, take_in
-from draftmill.builder.leftovers import Leftovers
-from draftmill.builder.retry_policy import RetryBudget, RetryPolicy
-from draftmill.builder.staging import LockHeldError, Staging
+from draftmill.builder.extraction.intake import Layers, LengthMismatchError, take_in
+from draftmill.builder.extraction.leftovers import Leftovers
+from draftmill.builder.extraction.servers import ExtractServer, ExtractServers
+from draftmill.builder.extraction.settings import ExtractSettings
+from draftmill.builder.extraction.staging import LockHeldError, Staging
+from draftmill.builder.requests.client import retried
+from draftmill.builder.requests.failures import (
+    ConnectionCutError,
+    OverloadedError,
+    ServerFailedError,
+)
+from draftmill.builder.requests.retry_policy import RetryBudget, RetryPolicy
 from draftmill.manifests.codec_names import BLOCK_TOKENS, worst_case_bytes
 from draftmill.manifests.errors import (
     PermanentError,

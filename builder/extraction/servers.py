@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from draftmill.builder.client import TargetClient
+from draftmill.builder.requests.client import TargetClient
 from draftmill.manifests.errors import (
     PermanentError,
     ServerError,

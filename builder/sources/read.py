@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, Literal, cast
 
 import pyarrow as pa
 
-from draftmill.builder import tables
-from draftmill.builder.conversations import (
+from draftmill.builder.sources import tables
+from draftmill.builder.sources.conversations import (
     FORMATS,
     TURNS,
     BadRow,

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Protocol
 
-from draftmill.builder.gates import Rejection
+from draftmill.builder.generation.gates import Rejection
 from draftmill.manifests.types import Completion
 
 # What a chat template may add to the texts of a conversation without being asked to.

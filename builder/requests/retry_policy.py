@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from draftmill.builder.failures import GarbledReplyError, OverloadedError
+from draftmill.builder.requests.failures import GarbledReplyError, OverloadedError
 from draftmill.manifests.errors import TimedOutError, TransientError
 
 

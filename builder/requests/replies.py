@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from draftmill.builder.failures import GarbledReplyError, ServerFailedError
+from draftmill.builder.requests.failures import GarbledReplyError, ServerFailedError
 from draftmill.manifests.errors import PermanentError, RejectedError
 from draftmill.manifests.types import Completion, TokenIds
 

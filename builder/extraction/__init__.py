@@ -1,0 +1,1 @@
+"""The extract stage: hidden states of every generated sample, checked and stored."""

@@ -1,0 +1,1 @@
+"""Requests to a target server: transport, retries, what a reply must hold."""

@@ -1,0 +1,1 @@
+"""vLLM servers that draftmill starts itself, and the connector that runs inside one."""

@@ -1,0 +1,1 @@
+"""Prompt sources: files of several forms become prompts, one at a time."""

@@ -1,0 +1,1 @@
+"""`draftmill bench`: parts of draftmill measured beside their peers, in one run."""

@@ -1,0 +1,67 @@
+"""The commands below `draftmill bench`: each measures one part beside its peers and prints
+the same list of figures, as a table or as JSON. The measuring is in the module of its name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+Figures = Sequence[Mapping[str, Any]]  # name, value, unit, baseline, ratio
+
+
+@click.group("bench")
+def bench_command() -> None:
+    """Measure a part of draftmill beside its peers. Ratios count: machines are noisy."""
+
+
+def _common(command: Callable[..., None]) -> Callable[..., None]:
+    command = click.option("--json", "as_json", is_flag=True, help="One JSON list, stable keys.")(
+        command
+    )
+    return click.option(
+        "--rounds",
+        default=5,
+        show_default=True,
+        type=click.IntRange(min=1),
+        help="Medians are of so many rounds.",
+    )(command)
+
+
+@bench_command.command("shards")
+@click.option("--states", metavar="FILE", help="A .npy of bf16 bit patterns, uint16 [T, L, H].")
+@_common
+def shards_command(states: str | None, rounds: int, as_json: bool) -> None:
+    """Codecs against plain zstd-1, on hidden states of the embedded model.
+
+    \b
+    draftmill bench shards
+    draftmill bench shards --states mine.npy --json
+    """
+    from draftmill.tools.bench import shards
+
+    show(shards.run(Path(states) if states else None, rounds=rounds), as_json=as_json)
+
+
+def show(found: Figures, *, as_json: bool) -> None:
+    """Prints the figures of one bench."""
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        Console().print(_table(found))
+
+
+def _table(found: Figures) -> Table:
+    table = Table(box=None, header_style="bold")
+    for column in ("name", "value", "unit", "baseline", "ratio"):
+        table.add_column(column, justify="left" if column in ("name", "unit") else "right")
+    for row in found:
+        cells = (row["name"], row["value"], row["unit"], row["baseline"], row["ratio"])
+        table.add_row(*(f"{c:,.3g}" if isinstance(c, float) else str(c or "") for c in cells))
+    return table
