@@ -179,7 +179,12 @@ class DatasetWriter:
             texts = queries.conversations(self.manifest, paths, [row[0] for row in rows])
         return [
             PendingPrompt(
-                id=row[0], hash=row[1], source=row[2], conversation=texts[row[0]], attempts=row[4]
+                id=row[0],
+                hash=row[1],
+                source=row[2],
+                conversation=texts[row[0]],
+                attempts=row[4],
+                off_policy=bool(row[9]),
             )
             for row in rows
         ]
@@ -292,10 +297,11 @@ class DatasetWriter:
 
     # -- what others see ---------------------------------------------------------------------
 
-    def count(self, state: State) -> int:
-        """Number of rows in `state`."""
+    def count(self, state: State, *, off_policy: bool = False) -> int:
+        """Number of rows in `state`; with `off_policy` only of those whose answer was given."""
+        given = " AND id IN (SELECT id FROM prompts WHERE off_policy)" if off_policy else ""
         with self.lock:
-            rows = self.manifest.rows("SELECT count(*) FROM state WHERE state = ?", [state])
+            rows = self.manifest.rows(f"SELECT count(*) FROM state WHERE state = ?{given}", [state])
         return int(rows[0][0])
 
     def summary(self) -> dict[str, Any]:

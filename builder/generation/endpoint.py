@@ -25,6 +25,7 @@ from draftmill.builder.requests.failures import (
     ServerFailedError,
 )
 from draftmill.builder.requests.metrics import ServerLoad
+from draftmill.builder.requests.prefill import given_completion
 from draftmill.manifests.errors import (
     PermanentError,
     RequestError,
@@ -189,6 +190,19 @@ class Endpoint:
             self.flights.discard(flight)
         self._succeeded(flight, len(completion.completion_token_ids))
         return completion, deadline.seconds(self.pace)
+
+    async def tokenized(self, conversation: str, after: Sequence[int]) -> Completion:
+        """The last message of a conversation as this server tokenises it; nothing is generated.
+
+        Short calls with a time limit of their own: deadlines and the watchdog do not see them.
+        """
+        try:
+            completion = await given_completion(conversation, self.client, after)
+        except TransientError as error:
+            await self._failed(error)
+            raise
+        self._outcomes.append(True)
+        return completion
 
     def _succeeded(self, flight: Flight, tokens: int) -> None:
         self._outcomes.append(True)

@@ -22,7 +22,7 @@ from draftmill.builder.generation.endpoint import Endpoint, Patience
 from draftmill.builder.generation.gates import UserGate
 from draftmill.builder.generation.pool import Pool
 from draftmill.builder.generation.reasoning import ReasoningGuard
-from draftmill.builder.generation.room import BYTES_PER_TOKEN, most_stored_bytes
+from draftmill.builder.generation.room import BYTES_PER_TOKEN
 from draftmill.builder.generation.row import RowRunner
 from draftmill.builder.generation.servers import Servers, open_servers
 from draftmill.builder.generation.settings import GenerateSettings
@@ -136,6 +136,8 @@ class _Stage:
                 meaning={"probe_prompt": "what the chat template and tokenizer make of a probe"},
             )
             self._story.progress.total = await self._committer.call(self._writer.count, "pending")
+            if await self._committer.call(self._writer.count, "pending", off_policy=True):
+                self._runner.after_turn = await servers.after_turn()
             watches = [
                 Watch(each, each.patience, self._active, self._story.decided) for each in endpoints
             ]
@@ -225,11 +227,11 @@ class _Stage:
             await self._fewer.wait()
         room = None
         if self._budget is not None:
-            most = most_stored_bytes(row.conversation, self._settings.max_completion_tokens)
+            most = self._runner.most_bytes(row)
             room = await self._budget.reserve(
                 f"generate-{row.id}", stored_bytes=most, on_wait=self._committer.kick
             )
-        tokens = self._runner.lengths.tokens(row.conversation)
+        tokens = self._runner.tokens(row)
         try:
             endpoint = await self._pool.acquire(tokens)
         except asyncio.CancelledError:

@@ -59,7 +59,7 @@ def completion_of_reply(reply: Any) -> Completion | None:
         prompt_token_ids=prompt_ids,
         completion_token_ids=completion_ids,
         content=message.get("content"),
-        reasoning=_reasoning(message),
+        reasoning=reasoning_of(message),
         finish_reason=finish_reason,
         extra=_extra(reply, choice, message),
     )
@@ -90,7 +90,7 @@ async def rebuilt_completion(reply: Any, conversation: str, tokenize: Tokenize) 
     if full is not None and full[: len(prompt_ids)] == prompt_ids and len(full) > len(prompt_ids):
         completion_ids = full[len(prompt_ids) :]
     else:
-        text = f"{_reasoning(message) or ''}{message.get('content') or ''}"
+        text = f"{reasoning_of(message) or ''}{message.get('content') or ''}"
         completion_ids = await tokenize({"prompt": text, "add_special_tokens": False}) or []
     extra = _extra(reply, choice, message)
     if (counted := usage.get("completion_tokens")) is not None:
@@ -99,11 +99,27 @@ async def rebuilt_completion(reply: Any, conversation: str, tokenize: Tokenize) 
         prompt_token_ids=_ids(prompt_ids),
         completion_token_ids=_ids(completion_ids),
         content=message.get("content"),
-        reasoning=_reasoning(message),
+        reasoning=reasoning_of(message),
         finish_reason=finish_reason,
         ids_rebuilt=True,
         extra=extra,
     )
+
+
+def ids_of_tokenizer(reply: Any) -> list[int]:
+    """The ids in a reply of /tokenize."""
+    try:
+        return [int(each) for each in reply["tokens"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise GarbledReplyError("the reply of /tokenize has no ids") from error
+
+
+def text_of_tokenizer(reply: Any) -> str:
+    """The text in a reply of /detokenize."""
+    text = reply.get("prompt") if isinstance(reply, dict) else None
+    if not isinstance(text, str):
+        raise GarbledReplyError("the reply of /detokenize has no text")
+    return text
 
 
 def _choice(reply: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
@@ -120,8 +136,8 @@ def _choice(reply: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
     return choice, message, finish_reason
 
 
-def _reasoning(message: Mapping[str, Any]) -> str | None:
-    """vLLM calls it `reasoning` now and called it `reasoning_content` until early 2026."""
+def reasoning_of(message: Mapping[str, Any]) -> str | None:
+    """Reasoning of a message; until early 2026 vLLM called it `reasoning_content`."""
     for name in ("reasoning", "reasoning_content"):
         text = message.get(name)
         if isinstance(text, str):

@@ -36,6 +36,8 @@ class Options(Speed):
     seed: int = 0
     template: str = ""  # part of every rendered prompt: changing it changes the probe ids
     tokenize_template: str = ""  # part of what /tokenize renders, and only there
+    after_turn: str = ""  # what the template writes behind the end of each turn
+    strip_reasoning: bool = False  # the template opens answers with THINK and later drops it
     staging: str | None = None
     layers: int = 4
     hidden: int = 32

@@ -49,22 +49,35 @@ def unit(*parts: object) -> float:
 
 
 def render(
-    messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    after_turn: str = "",
+    strip_reasoning: bool = False,
 ) -> list[int]:
-    """The fake chat template: role id, bytes of the content, END; ASSISTANT opens the answer."""
+    """The fake chat template: role id, bytes of the content, END; ASSISTANT opens the answer.
+
+    As some templates do: `after_turn` stands behind each message, and with `strip_reasoning` the
+    generation prompt opens with THINK, which is left out again once there is an answer.
+    """
     ids = [BOS]
     for message in messages:
         ids.append(ROLES.get(str(message.get("role")), USER))
-        if message.get("reasoning"):
+        if message.get("reasoning") and not strip_reasoning:
             ids += [THINK, *str(message["reasoning"]).encode(), THINK_END]
         content = message.get("content")
         if content is not None:
             text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
             ids += text.encode()
-        ids.append(END)
+        ids += [END, *after_turn.encode()]
     if add_generation_prompt:
-        ids.append(ASSISTANT)
+        ids += [ASSISTANT, THINK] if strip_reasoning else [ASSISTANT]
     return ids
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    """The text of ids, special ones as <|NUMBER|>."""
+    return "".join(chr(each) if each < 256 else f"<|{each}|>" for each in token_ids)
 
 
 def answer_tokens(key: str, median: float, sigma: float) -> int:
