@@ -22,6 +22,12 @@ def unknown(manifest: Manifest, hashes: Sequence[str]) -> set[str]:
     return {row[0] for row in found}
 
 
+def source_counts(manifest: Manifest) -> dict[tuple[str, bool], int]:
+    """Number of prompts of each source and `off_policy`."""
+    query = "SELECT source, off_policy, count(*) FROM prompts GROUP BY source, off_policy"
+    return {(source, given): count for source, given, count in manifest.rows(query)}
+
+
 def max_id(manifest: Manifest) -> int:
     """The largest prompt id, 0 if there is none."""
     return int(manifest.rows("SELECT coalesce(max(id), 0) FROM prompts")[0][0])

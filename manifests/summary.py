@@ -35,6 +35,10 @@ def summarize(
         "LEFT JOIN payloads g ON g.id = s.id AND g.stage = 'generate' "
         "AND g.attempt = s.generate_payload"
     )[0]
+    given = manifest.rows(
+        "SELECT count(*), coalesce(sum(completion_tokens), 0)::BIGINT, "
+        "count(*) FILTER (state = 'extracted') FROM samples WHERE off_policy"
+    )[0]
     hidden_states_bytes = files.folder_bytes(folder / "hidden_states")
     staging_bytes = files.folder_bytes(staging) if staging is not None else 0
     used = files.folder_bytes(folder)
@@ -52,6 +56,10 @@ def summarize(
         },
         "truncated": tokens[2],
         "cut_at_max_seq_len": cut,
+        # Rows of mode prefill: their answers are not the target model's own.
+        "off_policy": {"prompts": given[0], "completion_tokens": given[1], "extracted": given[2]},
+        "sources": _sources(manifest),
+        "rejected": _rejected(manifest),
         "disk": {
             "budget_bytes": budget_bytes,
             "used_bytes": used,
@@ -68,3 +76,29 @@ def summarize(
             "samples_that_still_fit": int(room // (stored / samples)) if stored else None,
         },
     }
+
+
+def _sources(manifest: Manifest) -> dict[str, dict[str, int]]:
+    """Rows per state of each source, and how many of them have given answers."""
+    found: dict[str, dict[str, int]] = {}
+    for source, state, given, count in manifest.rows(
+        "SELECT source, state::VARCHAR, off_policy, count(*) FROM prompts JOIN state USING (id) "
+        "GROUP BY ALL ORDER BY source"
+    ):
+        row = found.setdefault(source, {"total": 0, **dict.fromkeys(STATES, 0), "off_policy": 0})
+        row["total"] += count
+        row[state] += count
+        row["off_policy"] += count if given else 0
+    return found
+
+
+def _rejected(manifest: Manifest) -> dict[str, dict[str, int]]:
+    """Rows that are rejected now, per stage and gate."""
+    found: dict[str, dict[str, int]] = {}
+    for stage, gate, count in manifest.rows(
+        "SELECT a.stage, a.error_class, count(*) AS n FROM state s JOIN attempts a "
+        "ON a.id = s.id AND a.attempt = s.attempts AND a.outcome = 'rejected' "
+        "WHERE s.state = 'rejected' GROUP BY ALL ORDER BY a.stage DESC, n DESC"
+    ):
+        found.setdefault(stage, {})[gate or "unknown"] = count
+    return found

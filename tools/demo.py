@@ -119,8 +119,10 @@ def _steps(folder: Path, size: Size, log: Log) -> None:
     dataset = prepare(folder, size)
     settings = load(dataset)
     with dataset.writer(**writer_options(dataset, settings)) as writer:
-        report, skipped = add_source(writer, str(folder / "prompts/train.jsonl"), name=SOURCE)
-        say(f"    {report.added} prompts added, {report.known} there already, {skipped} skipped")
+        found = add_source(writer, str(folder / "prompts/train.jsonl"), name=SOURCE)
+        say(
+            f"    {found.added} prompts added, {found.known} there already, {found.skipped} skipped"
+        )
     say("2/5 completions and hidden states from real vLLM servers")
     reports, left = build(
         dataset, settings, ["generate", "extract"], {"generate": (), "extract": ()}

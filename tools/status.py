@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -44,6 +45,10 @@ def tables(path: str, found: dict[str, Any]) -> list[Table]:
     prompts.add_row("completion tokens", f"{tokens['completion']:,}", "")
     prompts.add_row("extracted tokens", f"{tokens['extracted']:,}", "")
     prompts.add_row("truncated", f"{found['truncated']:,}", "")
+    given = found["off_policy"]
+    if given["prompts"]:
+        prompts.add_row("off-policy prompts", f"{given['prompts']:,}", "given answers")
+        prompts.add_row("off-policy tokens", f"{given['completion_tokens']:,}", "of completions")
     disk = found["disk"]
     sizes = Table(show_header=False, box=None)
     used = format_size(disk["used_bytes"])
@@ -61,7 +66,31 @@ def tables(path: str, found: dict[str, Any]) -> list[Table]:
             f"(ratio {disk['compression_ratio']:.2f})",
         )
         sizes.add_row("samples that still fit", f"{disk['samples_that_still_fit']:,}")
-    return [prompts, sizes]
+    return [prompts, *_breakdowns(found), sizes]
+
+
+def _breakdowns(found: dict[str, Any]) -> Iterator[Table]:
+    """Counts per source where there are several, and reasons of rejection where there are any."""
+    sources = found["sources"]
+    if len(sources) > 1:
+        columns = [
+            key
+            for key in next(iter(sources.values()))
+            if key == "total" or any(row[key] for row in sources.values())
+        ]
+        grid = Table(box=None, header_style="bold")
+        grid.add_column("source")
+        for key in columns:
+            grid.add_column(key.replace("_", " "), justify="right")
+        for name, row in sources.items():
+            grid.add_row(name, *(f"{row[key]:,}" for key in columns))
+        yield grid
+    if found["rejected"]:
+        grid = Table(show_header=False, box=None)
+        for stage, gates in found["rejected"].items():
+            for gate, count in gates.items():
+                grid.add_row(f"rejected at {stage}: {gate.replace('_', ' ')}", f"{count:,}")
+        yield grid
 
 
 @click.command("status")

@@ -64,14 +64,13 @@ def read_source(
     *,
     format: Format = "auto",
     name: str | None = None,
-    limit: int | None = None,
     turns: Turns = "last",
     mode: Mode = "regenerate",
 ) -> Iterator[Prompt | SourceError]:
     """The prompts of one source in order, with an error in the place of each row that gives none.
 
-    `name` is the source's name in the dataset (default: from the path), `limit` the most prompts to
-    give. Raises SourceFileError at once when the source as a whole cannot be read.
+    `name` is the source's name in the dataset (default: from the path). Raises SourceFileError at
+    once when the source as a whole cannot be read.
     """
     if mode not in MODES:
         raise UsageError(f"unknown mode {mode!r}: use one of {', '.join(MODES)}.")
@@ -83,7 +82,7 @@ def read_source(
     for file, kind in files:
         _check_file(file, kind)
     source = name or source_name(Path(path))
-    return _prompts(files, source, format, limit, turns, mode)
+    return _prompts(files, source, format, turns, mode)
 
 
 def source_name(path: Path) -> str:
@@ -95,16 +94,8 @@ def source_name(path: Path) -> str:
 
 
 def _prompts(
-    files: list[tuple[Path, Kind]],
-    source: str,
-    format: Format,
-    limit: int | None,
-    turns: Turns,
-    mode: Mode,
+    files: list[tuple[Path, Kind]], source: str, format: Format, turns: Turns, mode: Mode
 ) -> Iterator[Prompt | SourceError]:
-    left = limit if limit is not None else -1
-    if left == 0:
-        return
     before = 0
     for path, kind in files:
         file, line = str(path), 0
@@ -114,13 +105,9 @@ def _prompts(
                 continue
             try:
                 number = before + line
-                for prompt in prompts_of(
+                yield from prompts_of(
                     row, source=source, number=number, format=format, turns=turns, mode=mode
-                ):
-                    yield prompt
-                    left -= 1
-                    if left == 0:
-                        return
+                )
             except BadRow as error:
                 yield SourceError(file=file, line=line, reason=str(error))
             except RecursionError:

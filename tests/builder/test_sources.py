@@ -301,9 +301,9 @@ def test_folder_of_parquet(tmp_path: Path) -> None:
     for index in range(2):
         table = pa.table({"messages": [[USER | {"content": f"{index} {i}"}] for i in range(3)]})
         pq.write_table(table, data / f"train-0000{index}-of-00002.parquet")
-    prompts, errors = read(tmp_path, limit=5)
+    prompts, errors = read(tmp_path)
     assert not errors
-    assert [p.row for p in prompts] == [1, 2, 3, 4, 5]
+    assert [p.row for p in prompts] == [1, 2, 3, 4, 5, 6]
     pq.write_table(table, data / "test-00000-of-00001.parquet")
     with pytest.raises(SourceFileError, match="has splits test, train"):
         read_source(tmp_path)
