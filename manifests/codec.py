@@ -68,18 +68,20 @@ _PLANE_PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
 _local = threading.local()
 
 
-def encode_states(states_TLH: Words, codec: str) -> list[bytes]:
+def encode_states(
+    states_TLH: Words, codec: str, *, block_tokens: int = BLOCK_TOKENS
+) -> list[bytes]:
     """Encode bf16 bit patterns, uint16 [T, L, H] of any strides: one payload per block.
 
-    The payload of block i holds the tokens from i * BLOCK_TOKENS; no tokens give no payload.
+    The payload of block i holds the tokens from i * block_tokens; no tokens give no payload.
     Raises ValueError where the array is not of that kind, or has a value that a lossy codec cannot
     take (`rot4`: what is not finite, or 2 ** 120 and more).
     """
     parse_codec(codec)
     _check_states(states_TLH)
     blocks = (
-        states_TLH[start : start + BLOCK_TOKENS]
-        for start in range(0, len(states_TLH), BLOCK_TOKENS)
+        states_TLH[start : start + block_tokens]
+        for start in range(0, len(states_TLH), block_tokens)
     )
     if codec == RAW:
         return [np.ascontiguousarray(block, dtype="<u2").tobytes() for block in blocks]

@@ -13,13 +13,17 @@ from typing import Any
 import numpy as np
 
 from draftmill.manifests import codec, files, record
-from draftmill.manifests.errors import DamagedError
+from draftmill.manifests.errors import ConfigError, DamagedError
 from draftmill.manifests.record import Record
 from draftmill.manifests.shard import KIND_OF_STAGE, Kind, shard_path
 from draftmill.manifests.types import Completion, Location, Stage, StatesTLH
 
 # Headers are small; one read of this size nearly always gets header and a small record whole.
 _FIRST_READ = 16 << 10
+# Memory is taken for what a record claims before it is decoded. Real states are never so much
+# larger than their bytes; small ones, of zeros for example, may be.
+_MOST_RATIO = 64
+_SMALL_STATES = 64 << 20
 
 
 class ShardReader:
@@ -160,33 +164,39 @@ class ShardReader:
         """
         head = self._head("hidden_states", location)
         found = head[0]
+        name, shape, block = self._states_form(found, location)
+        wanted = shape[0] if tokens is None else min(tokens, shape[0])
+        out_shape = (wanted, *shape[1:])
+        if out is None:
+            out = np.empty(out_shape, np.uint16)
+        elif out.shape != out_shape:
+            raise ValueError(f"out has shape {out.shape}, needed is {out_shape}")
+        count = -(-wanted // block)
+        payloads = list(self._payloads("hidden_states", location, head, count=count).values())
         try:
-            total, layers, hidden = (int(n) for n in found.content["shape"])
-            block, name = int(found.content["block_tokens"]), str(found.content["codec"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._damaged("hidden_states", location, f"bad shape: {error!r}") from error
-        wanted = total if tokens is None else min(tokens, total)
-        raw_bytes = total * layers * hidden * 2
-        if block <= 0 or min(total, layers, hidden) < 0 or found.raw_bytes != raw_bytes:
-            raise self._damaged("hidden_states", location, "shape contradicts its length")
-        # Real states never fall below a sixteenth; all zeros in a lossy codec go far below.
-        if found.raw_bytes > 4096 * location.length:
-            raise self._damaged("hidden_states", location, "claims more states than it can hold")
-        blocks = -(-wanted // block)
-        payloads = list(self._payloads("hidden_states", location, head, count=blocks).values())
-        if len(payloads) != blocks:
-            raise self._damaged("hidden_states", location, "blocks are missing")
-        # The last block may reach beyond the wanted prefix: decode all of it, hand out a part.
-        rows = min(blocks * block, total)
-        if out is not None and out.shape != (wanted, layers, hidden):
-            raise ValueError(f"out has shape {out.shape}, needed is {(wanted, layers, hidden)}")
-        direct = out is not None and rows == wanted
-        whole = out if direct and out is not None else np.empty((rows, layers, hidden), np.uint16)
-        try:
-            codec.decode_states(name, payloads, whole, threads=threads)
+            codec.decode_states(
+                name, payloads, out, threads=threads, num_tokens=shape[0], block_tokens=block
+            )
         except DamagedError as error:
             raise self._damaged("hidden_states", location, error.reason) from error
-        if out is not None and whole is not out:
-            out[...] = whole[:wanted]
-            return out
-        return whole[:wanted]
+        return out
+
+    def _states_form(
+        self, found: Record, location: Location
+    ) -> tuple[str, tuple[int, int, int], int]:
+        """Codec, [T, L, H] and tokens of a block, once they fit the bytes that are there."""
+        try:
+            total, layers, hidden = (int(n) for n in found.content["shape"])
+            block = int(found.content["block_tokens"])
+            name = codec.parse_codec(str(found.content["codec"]))
+        except (KeyError, TypeError, ValueError, OverflowError, ConfigError) as error:
+            raise self._damaged("hidden_states", location, f"bad shape: {error!r}") from error
+        if block <= 0 or min(total, layers, hidden) < 0:
+            raise self._damaged("hidden_states", location, f"shape {total}, {layers}, {hidden}")
+        if found.raw_bytes != total * layers * hidden * 2:
+            raise self._damaged("hidden_states", location, "shape contradicts its length")
+        if len(found.payloads) != -(-total // block):
+            raise self._damaged("hidden_states", location, "blocks are missing")
+        if found.raw_bytes > _SMALL_STATES + _MOST_RATIO * location.length:
+            raise self._damaged("hidden_states", location, "claims more states than it can hold")
+        return name, (total, layers, hidden), block

@@ -20,6 +20,7 @@ from draftmill.manifests.errors import RejectedError, TransientError
 from draftmill.manifests.types import StatesPayload, StatesTLH, TokenIds
 
 _PART_BYTES = 16 << 20
+_MAGNITUDE = np.uint16(0x7FFF)
 _buffers = threading.local()
 
 
@@ -61,7 +62,7 @@ def take_in(
             part_TLH = _buffer(min(part_tokens, len(sent) - first), shape)
             staged.read_into(part_TLH, first)
             check.update(part_TLH)
-            blocks.extend(_encoded(part_TLH, codec))
+            blocks.extend(_encoded(part_TLH, codec, first, layers))
         warning = check.finish()
     payload = StatesPayload(
         codec=codec,
@@ -90,11 +91,18 @@ def _check_claims(staged: StagedFile, sent: TokenIds, layers: Layers) -> None:
     check_token_ids(sent, staged.token_ids())
 
 
-def _encoded(part_TLH: StatesTLH, codec: str) -> Sequence[bytes]:
+def _encoded(part_TLH: StatesTLH, codec: str, first: int, layers: Layers) -> Sequence[bytes]:
     try:
         return encode_states(part_TLH, codec)
     except ValueError as error:
-        raise RejectedError(f"{codec} cannot hold these states: {error}") from error
+        # what a codec cannot hold is too large for it
+        largest = np.argmax(part_TLH & _MAGNITUDE)
+        t, layer, _ = (int(each) for each in np.unravel_index(largest, part_TLH.shape))
+        raise RejectedError(
+            f"{codec} cannot hold these states: {error}",
+            layer=layers.layer_ids[layer],
+            position=first + t,
+        ) from error
 
 
 def _buffer(num_tokens: int, shape: tuple[int, int]) -> StatesTLH:

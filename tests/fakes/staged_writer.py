@@ -19,6 +19,7 @@ from tests.fakes import toy_model as toy
 STATE_FAULTS = (
     "nan",
     "inf",
+    "huge",
     "zeros",
     "zero_layer",
     "constant",

@@ -150,6 +150,8 @@ def hidden_states_file(
         states[middle, layers - 1, hidden // 2] = 0x7FC0
     elif fault == "inf":
         states[middle, 0, 0] = 0x7F80
+    elif fault == "huge":
+        states[middle, 1, hidden // 2] = 0x7C00  # 2 ** 121: finite, and too much for rot4
     elif fault == "zeros":
         states[:] = 0
     elif fault == "constant":
