@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import numpy as np
@@ -28,6 +28,7 @@ HEADER_MIN = _PREFIX.size + _CHECK.size
 MAX_JSON = 16 << 20
 MAX_TEXT = 1 << 28
 VERSION = 1
+_ATTEMPT_FIELDS = tuple(field.name for field in fields(Attempt))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +184,7 @@ def pack(item: Draft, shard: int, offset: int) -> tuple[Record, bytes]:
             "tokens": item.tokens,
             "raw_bytes": item.raw_bytes,
             "content": item.content,
-            "attempt": {k: v for k, v in asdict(item.attempt).items() if v is not None},
+            "attempt": _attempt_fields(item.attempt),
             "payloads": [[p.name, p.length, f"{p.xxh3:016x}"] for p in payloads],
         },
         separators=(",", ":"),
@@ -210,6 +211,11 @@ def pack(item: Draft, shard: int, offset: int) -> tuple[Record, bytes]:
     return record, head
 
 
+def _attempt_fields(attempt: Attempt) -> dict[str, Any]:
+    values = ((name, getattr(attempt, name)) for name in _ATTEMPT_FIELDS)
+    return {name: value for name, value in values if value is not None}
+
+
 def header_length(prefix: bytes) -> int:
     """Length of the header that starts with `prefix` (at least HEADER_MIN bytes).
 
@@ -223,9 +229,6 @@ def header_length(prefix: bytes) -> int:
     if body_length > MAX_JSON:
         raise DamagedError(f"record header claims {body_length} bytes")
     return HEADER_MIN + cast(int, body_length)
-
-
-_ATTEMPT_FIELDS = {field.name for field in fields(Attempt)}
 
 
 def parse(head: bytes, shard: int, offset: int) -> Record:

@@ -393,14 +393,11 @@ def test_staging_that_fills_makes_sending_wait(tmp_path: Path, staging: Path) ->
     assert server.peak_in_flight <= 2
 
 
-def test_a_full_disk_is_handled_like_the_budget(
-    tmp_path: Path, staging: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_handled_like_the_budget(tmp_path: Path, staging: Path) -> None:
     dataset = make_dataset(tmp_path / "d", [200] * 24)
-    files._hits.clear()
-    monkeypatch.setenv("DRAFTMILL_FAILPOINT", "write.hidden_states.before@16=enospc")
+    files.arm("write.hidden_states.before@8=enospc")
     report, _ = extract_from(dataset, staging, concurrency=4)
-    monkeypatch.delenv("DRAFTMILL_FAILPOINT")
+    files.arm("")
     assert report.over_budget
     seen = look(dataset)
     done = seen.extracted
