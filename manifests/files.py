@@ -189,13 +189,18 @@ def write_atomic(path: Path, data: Buffer | str, label: str) -> None:
     rename(temporary, path, label)
 
 
-def publish(temporary: Path, path: Path, label: str) -> None:
-    """Sync a file that a library wrote under a temporary name, then rename it into place."""
-    file = File(temporary, label)
+def sync_file(path: Path, label: str) -> None:
+    """Make what a library wrote into a file survive a power cut."""
+    file = File(path, label)
     try:
         file.sync()
     finally:
         file.close()
+
+
+def publish(temporary: Path, path: Path, label: str) -> None:
+    """Sync a file that a library wrote under a temporary name, then rename it into place."""
+    sync_file(temporary, label)
     rename(temporary, path, label)
 
 

@@ -32,6 +32,7 @@ COMMANDS = {
     "evict": "maintain",
     "vocab": "train",
     "train": "train",
+    "convert": "convert",
     "eval": "evaluate",
     "doctor": "doctor",
     "bench": "bench.command",

@@ -194,7 +194,7 @@ def evaluate_command(
     from draftmill.trainer.checkpoint import resolve_draft  # brings torch
 
     rows = held_out(prompts, limit)
-    folder = resolve_draft(Path(draft))
+    folder = resolve_draft(draft)
     if url:
         drafted = asyncio.run(_evaluate_url(url, name, rows, max_tokens, concurrency))
         plain = None

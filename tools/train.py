@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
@@ -11,9 +11,9 @@ from draftmill.builder.progress import Progress
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import UsageError
 from draftmill.manifests.target import TargetModel
-from draftmill.tools.render import Display, duration
+from draftmill.tools.render import Display, duration, say
 from draftmill.tools.settings import Settings, load
-from draftmill.trainer.settings import TrainSettings
+from draftmill.trainer.settings import DraftForm, Finetune, TrainSettings
 
 
 def target_facts(settings: Settings, path: str | None) -> TargetModel:
@@ -61,21 +61,71 @@ def make_vocab(path: Path, settings: Settings, target: str | None = None) -> Non
 @click.option("--draft-vocab-size", type=int, help="Tokens that the draft can propose.")
 @click.option("--seed", type=int, help="Seed of weights and order.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Where to train.")
+@click.option(
+    "--checkpoint-format",
+    type=click.Choice(get_args(DraftForm)),
+    help="Form of the written draft; vLLM loads both.",
+)
+@click.option("--tensorboard", is_flag=True, default=None, help="Also write for TensorBoard.")
+@click.option(
+    "--finetune-from",
+    metavar="CKPT",
+    help="Start from this EAGLE-3 draft, in speculators', AQ-MedAI's or SGLang's form.",
+)
+@click.option(
+    "--finetune-layers",
+    metavar="IDS",
+    help="Layers that it was trained on, as 2,30,58, where its config counts otherwise.",
+)
+@click.option("--other-target", is_flag=True, help="It may be of a target with another name.")
 @click.pass_context
 def train_command(
-    ctx: click.Context, /, dataset: str, output: str, target: str | None, **overrides: Any
+    ctx: click.Context,
+    /,
+    dataset: str,
+    output: str,
+    target: str | None,
+    finetune_from: str | None,
+    finetune_layers: str | None,
+    other_target: bool,
+    **overrides: Any,
 ) -> None:
     """Train an EAGLE-3 draft on DATASET. Started again, it goes on from its last checkpoint.
 
+    With --finetune-from, the draft's own vocabulary is kept unless --draft-vocab-size asks for
+    one of DATASET's; then the rows of its head follow their tokens.
+
     \b
     draftmill train DATASET --output draft
+    draftmill train DATASET --output draft --finetune-from AQ-MedAI/Kimi-K2-Instruct-eagle3
     """
     opened = Dataset.open(dataset)
     settings = load(opened, train=overrides)
-    report = run_train(opened.path, settings, settings.train, Path(output), target)
+    finetune = None
+    if finetune_from is not None:
+        finetune = Finetune(
+            checkpoint=finetune_from,
+            new_vocab=overrides["draft_vocab_size"] is not None,
+            layer_ids=_layers(finetune_layers),
+            other_target=other_target,
+        )
+    elif finetune_layers or other_target:
+        raise UsageError("--finetune-layers and --other-target go with --finetune-from")
+    report = run_train(
+        opened.path, settings, settings.train, Path(output), target, finetune=finetune
+    )
     if report.interrupted:
         click.echo(f"stopped at step {report.step} of {report.steps}; the same command goes on")
         ctx.exit(130)
+
+
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise UsageError(f"--finetune-layers {text}: numbers with commas, as 2,30,58") from error
 
 
 def run_train(
@@ -84,6 +134,8 @@ def run_train(
     train_settings: TrainSettings,
     output: Path,
     target: str | None = None,
+    *,
+    finetune: Finetune | None = None,
 ) -> Any:
     """Train and show it; returns the trainer's report."""
     from draftmill.trainer.train import train
@@ -116,7 +168,9 @@ def run_train(
             target=target_facts(settings, target),
             target_layer_ids=settings.target.target_layer_ids,
             output=output,
+            finetune=finetune,
             on_progress=on_progress,
+            note=say,
         )
     figures = ", ".join(f"{name} {value:.3f}" for name, value in report.validation.items())
     click.echo(

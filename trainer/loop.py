@@ -21,9 +21,8 @@ from draftmill.manifests import files
 from draftmill.manifests.errors import ConfigError, DraftmillError
 from draftmill.trainer import checkpoint, data
 from draftmill.trainer.checkpoint import Position
+from draftmill.trainer.draft_forms import CONFIG_FILE
 from draftmill.trainer.draft_model import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
     DraftModel,
     Forward,
     forward,
@@ -37,6 +36,7 @@ from draftmill.trainer.plan import Plan
 from draftmill.trainer.runlog import RunLog
 from draftmill.trainer.settings import TrainSettings
 from draftmill.trainer.validate import Averages, validate
+from draftmill.trainer.weight_files import WEIGHTS_FILE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,11 @@ class Loop:
             restore_trained_state(self.model, tensors["weights"])
             self.optimizer.load_state_dict(tensors["optimizer"])
             torch.set_rng_state(tensors["rng"])
-        self.log = RunLog(output / "log.jsonl", after_step=self.position.step)
+        self.log = RunLog(
+            output / "log.jsonl",
+            after_step=self.position.step,
+            tensorboard=output / "tensorboard" if settings.tensorboard else None,
+        )
 
     def run(self, stop: Callable[[], bool], on_progress: OnTrainProgress | None = None) -> bool:
         """Train to the end of the plan and put the draft in place; True when `stop` came first.
@@ -200,9 +204,13 @@ class Loop:
             "optimizer": self.optimizer.state_dict(),
             "rng": torch.get_rng_state(),
         }
+        form = self.settings.checkpoint_format
         with files.disk_full_is_budget(self.output):
             checkpoint.save(
-                self.output, self.position, tensors, lambda folder: save_draft(self.model, folder)
+                self.output,
+                self.position,
+                tensors,
+                lambda folder: save_draft(self.model, folder, form),
             )
         checkpoint.prune(self.output, self.settings.keep_checkpoints, self.position.best_step)
 

@@ -44,14 +44,22 @@ def locked_run(output: Path) -> Iterator[None]:
 
 
 def bind_run(
-    output: Path, settings: TrainSettings, target: TargetModel, target_layer_ids: Sequence[int]
+    output: Path,
+    settings: TrainSettings,
+    target: TargetModel,
+    target_layer_ids: Sequence[int],
+    finetuned_from: str | None,
 ) -> None:
-    """Write run.json for a new run; for one that is there, refuse settings that differ."""
+    """Write run.json for a new run; for one that is there, refuse settings that differ.
+
+    `finetuned_from` is the digest of the checkpoint that the run starts from.
+    """
     binding: dict[str, Any] = {
         "version": _VERSION,
         "target": target.name,
         "target_fingerprint": target.fingerprint(),
         "target_layer_ids": list(target_layer_ids),
+        "finetuned_from": finetuned_from,
         **settings.binding(),
     }
     path = output / "run.json"

@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+# speculators' own, and the flat one of class LlamaForCausalLMEagle3.
+DraftForm: TypeAlias = Literal["speculators", "flat"]
 
 
 def _key(default: Any, text: str, *, free: bool = False) -> Any:
@@ -63,6 +67,14 @@ class TrainSettings:
     )
     prefetch_mb: int = _key(1024, "Most megabytes of decoded samples that wait.", free=True)
     device: str = _key("auto", "auto, cpu or cuda.", free=True)
+    checkpoint_format: Literal["speculators", "flat"] = _key(
+        "speculators",
+        "Form of the written draft: speculators, or flat as AQ-MedAI's. vLLM loads both.",
+        free=True,
+    )
+    tensorboard: bool = _key(
+        False, "Also write the log for TensorBoard, into tensorboard/ of the run.", free=True
+    )
     precision: str = _key(
         "auto", "Arithmetic: fp32, bf16 (float32 master weights), auto (bf16 on a GPU)."
     )
@@ -107,6 +119,7 @@ class TrainSettings:
             "schedule": ("one-cycle", "cosine", "linear", "constant"),
             "loss": ("kl_div", "rkl", "jsd", "ce", "tv", "lk_hybrid"),
             "device": ("auto", "cpu", "cuda"),
+            "checkpoint_format": get_args(DraftForm),
             "precision": ("auto", "fp32", "bf16"),
         }
         for key, known in choices.items():
@@ -120,3 +133,18 @@ class TrainSettings:
             for item in dataclasses.fields(self)
             if not item.metadata["free"]
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finetune:
+    """The draft to go on from.
+
+    Its vocabulary is kept, unless `new_vocab` asks for one of the dataset's. `layer_ids` overrides
+    what its config says about layers, counted as in draftmill. `other_target` allows a draft that
+    was made for a target model of another name.
+    """
+
+    checkpoint: str | Path
+    new_vocab: bool = False
+    layer_ids: tuple[int, ...] | None = None
+    other_target: bool = False

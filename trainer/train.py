@@ -19,12 +19,13 @@ from draftmill.manifests.errors import DatasetError
 from draftmill.manifests.reader import ShardReader
 from draftmill.manifests.target import TargetModel, check_target_layer_ids, extraction_layer_ids
 from draftmill.trainer.draft_model import create_draft, save_draft
+from draftmill.trainer.finetune import OnNote, Start, open_checkpoint
 from draftmill.trainer.interrupt import interruptible
 from draftmill.trainer.loader import StatesShape
 from draftmill.trainer.loop import Loop, OnTrainProgress, device_of
 from draftmill.trainer.plan import Plan, load_plan, make_plan, save_plan
 from draftmill.trainer.run_folder import bind_run, locked_run
-from draftmill.trainer.settings import TrainSettings
+from draftmill.trainer.settings import Finetune, TrainSettings
 from draftmill.trainer.vocab import VocabMapping, load_mapping, make_vocab, save_mapping
 
 
@@ -62,25 +63,40 @@ def train(
     target: TargetModel,
     target_layer_ids: Sequence[int],
     output: Path,
+    finetune: Finetune | None = None,
     on_progress: OnTrainProgress | None = None,
+    note: OnNote = lambda _: None,
 ) -> TrainReport:
     """Train a draft for `target` on what the dataset holds, or go on with the run in `output`.
+
+    With `finetune` it starts from that checkpoint. `note` is told what a person should know.
 
     The first SIGINT or SIGTERM saves a checkpoint and returns with `interrupted` set. After a
     SIGKILL the run goes on from its last checkpoint: the same batches, and on a CPU the same
     losses, as without the interruption. A finished run returns at once.
 
     Raises SettingsMismatch when `output` holds a run with other settings, DatasetError when there
-    is nothing to train on or planned samples are gone, DamagedError when one cannot be read.
+    is nothing to train on or planned samples are gone, DamagedError when one cannot be read,
+    ConfigError when target, dataset and checkpoint do not belong together.
     """
     check_target_layer_ids(target_layer_ids, target.num_layers)
+    start = None
+    if finetune is not None:
+        start = open_checkpoint(
+            finetune, settings, target=target, target_layer_ids=target_layer_ids, note=note
+        )
+        settings = start.settings
     with locked_run(output), ExitStack() as stack:
-        plan = _bound_plan(dataset, settings, target, target_layer_ids, output)
-        vocab = _vocab(dataset, settings, target, output)
+        origin = None if start is None else start.digest
+        plan = _bound_plan(dataset, settings, target, target_layer_ids, output, origin)
+        vocab = _vocab(dataset, settings, target, output, start)
         shards = stack.enter_context(closing(ShardReader(Path(dataset))))
         _check_layers(shards, plan, target, target_layer_ids)
+        device = device_of(settings)
         loop = Loop(
-            create_draft(target, target_layer_ids, vocab, settings, device=device_of(settings)),
+            create_draft(target, target_layer_ids, vocab, settings, device=device)
+            if start is None
+            else start.draft(vocab, target, device=device, note=note),
             plan,
             settings,
             reader=shards,
@@ -133,6 +149,7 @@ def _bound_plan(
     target: TargetModel,
     target_layer_ids: Sequence[int],
     output: Path,
+    finetuned_from: str | None,
 ) -> Plan:
     """The run's plan. A new one is made before the folder is bound to it: a refusal leaves none."""
     # The database is closed again at once: while it is open, nobody can write the dataset.
@@ -140,16 +157,20 @@ def _bound_plan(
         table = reader.extracted()
     path = output / "plan.parquet"
     if path.exists():
-        bind_run(output, settings, target, target_layer_ids)
+        bind_run(output, settings, target, target_layer_ids, finetuned_from)
         return load_plan(path, table, settings.max_seq_len)
     plan = make_plan(table, settings)
-    bind_run(output, settings, target, target_layer_ids)
+    bind_run(output, settings, target, target_layer_ids, finetuned_from)
     save_plan(plan, path)
     return plan
 
 
 def _vocab(
-    dataset: Path, settings: TrainSettings, target: TargetModel, output: Path
+    dataset: Path,
+    settings: TrainSettings,
+    target: TargetModel,
+    output: Path,
+    start: Start | None,
 ) -> VocabMapping:
     """The run's own copy of its mapping: the dataset may grow and get another one."""
     # Not beside the draft: vLLM loads every safetensors file that lies there.
@@ -157,7 +178,10 @@ def _vocab(
     path.parent.mkdir(exist_ok=True)
     found = load_mapping(path, target.vocab_size)
     if found is None or found.size != settings.draft_vocab_size:
-        found = make_vocab(dataset, settings.draft_vocab_size, target=target)
+        if start is None:
+            found = make_vocab(dataset, settings.draft_vocab_size, target=target)
+        else:
+            found = start.vocabulary(dataset, target)
         save_mapping(found, path)
     return found
 

@@ -17,6 +17,7 @@ from speculators.models.eagle3.attention import create_combined_mask_mod
 from draftmill.manifests.errors import ConfigError, DamagedError
 from draftmill.manifests.target import TargetModel
 from draftmill.trainer.data import Cursor, Row
+from draftmill.trainer.draft_forms import read_draft
 from draftmill.trainer.draft_model import (
     DraftModel,
     _dense_mask,
@@ -165,13 +166,13 @@ def test_a_full_vocabulary_needs_no_mapping(target: TargetModel, tmp_path: Path)
     whole = build_mapping(counts, counts, tiny.VOCAB, "f")
     save_draft(create_draft(target, tiny.LAYER_IDS, whole, SETTINGS), tmp_path)
     assert not {"d2t", "t2d"} & set(load_file(tmp_path / "model.safetensors"))
-    assert load_draft(tmp_path, target, SETTINGS).lm_head.weight.shape[0] == tiny.VOCAB
+    assert load_draft(read_draft(tmp_path), target, SETTINGS).lm_head.weight.shape[0] == tiny.VOCAB
 
 
 def test_a_draft_comes_back_whole(target: TargetModel, vocab: VocabMapping, tmp_path: Path) -> None:
     model = make(target, vocab)
     save_draft(model, tmp_path)
-    again = load_draft(tmp_path, target, SETTINGS)
+    again = load_draft(read_draft(tmp_path), target, SETTINGS)
     for name, tensor in model.state_dict().items():
         found = again.state_dict()[name]
         if name.startswith("verifier"):
@@ -192,14 +193,14 @@ def test_every_weight_is_accounted_for(
     weights["fc.weight"] = torch.zeros(64, 256)
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError) as caught:
-        load_draft(tmp_path, target, SETTINGS)
+        load_draft(read_draft(tmp_path), target, SETTINGS)
     message = str(caught.value)
     assert "norm.weight is missing" in message
     assert "stray.weight is not known" in message
     assert "fc.weight has shape [64, 256], expected [64, 192]" in message
     (tmp_path / "model.safetensors").write_bytes(b"no")
-    with pytest.raises(DamagedError, match="no draft model"):
-        load_draft(tmp_path, target, SETTINGS)
+    with pytest.raises(DamagedError, match="cannot be read as weights"):
+        load_draft(read_draft(tmp_path), target, SETTINGS)
 
 
 def test_trained_state_of_another_model_is_refused(

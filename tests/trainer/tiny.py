@@ -99,7 +99,13 @@ def columns(samples: list[Sample], max_seq_len: int = CONTEXT) -> Samples:
     )
 
 
-def build_dataset(path: Path, samples: list[Sample], *, source: str = "s") -> Dataset:
+def build_dataset(
+    path: Path,
+    samples: list[Sample],
+    *,
+    source: str = "s",
+    layer_ids: tuple[int, ...] = (*LAYER_IDS, LAYERS),
+) -> Dataset:
     """A real dataset that holds `samples` extracted; called again, it adds more."""
     dataset = Dataset(path)
     if not dataset.config_path.exists():
@@ -120,7 +126,8 @@ def build_dataset(path: Path, samples: list[Sample], *, source: str = "s") -> Da
         pending = writer.pending(0, 1 << 20)
         writer.commit([_generated(p, s) for p, s in zip(pending, samples, strict=True)])
         states = iter(samples)
-        writer.commit([_extracted(g, next(states)) for g in writer.generated(0, 1 << 20)])
+        generated = writer.generated(0, 1 << 20)
+        writer.commit([_extracted(g, next(states), layer_ids) for g in generated])
         writer.publish(snapshot=True)
     return dataset
 
@@ -145,13 +152,13 @@ def _generated(prompt, sample: Sample) -> Result:
     return Result(attempt=attempt, hash=prompt.hash, completion=completion)
 
 
-def _extracted(generated, sample: Sample) -> Result:
+def _extracted(generated, sample: Sample, layer_ids: tuple[int, ...]) -> Result:
     payload = StatesPayload(
         codec="em-zfast",
         shape=sample.states.shape,
         blocks=codec.encode_states(sample.states, "em-zfast"),
         digest=generated.digest,
-        target_layer_ids=(*LAYER_IDS, LAYERS),
+        target_layer_ids=layer_ids,
     )
     attempt = Attempt(
         id=generated.id, stage="extract", attempt=generated.attempts + 1, outcome="extracted"
