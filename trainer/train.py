@@ -154,7 +154,7 @@ def _bound_plan(
     """The run's plan. A new one is made before the folder is bound to it: a refusal leaves none."""
     # The database is closed again at once: while it is open, nobody can write the dataset.
     with Dataset.open(dataset).reader() as reader:
-        table = reader.extracted()
+        table = reader.trainable()
     path = output / "plan.parquet"
     if path.exists():
         bind_run(output, settings, target, target_layer_ids, finetuned_from)

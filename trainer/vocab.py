@@ -172,7 +172,7 @@ def keep_vocab(
 def _trainable(dataset: Path) -> tuple[Dataset, Samples]:
     opened = Dataset.open(dataset)
     with opened.reader() as reader:
-        table = reader.extracted()
+        table = reader.trainable()
     samples = data.select(table, _NO_CUT).samples
     if len(samples) == 0:
         raise DatasetError(

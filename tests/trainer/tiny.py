@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from draftmill.manifests import codec
 from draftmill.manifests.dataset import Dataset
@@ -90,8 +91,8 @@ def columns(samples: list[Sample], max_seq_len: int = CONTEXT) -> Samples:
     at = np.stack([np.zeros(count, int), np.arange(count), np.ones(count, int)], axis=1)
     return Samples(
         id=np.arange(count) + 100,
-        digest=np.array([f"{n:032x}" for n in range(count)]),
-        conversation=data._hashes([s.conversation for s in samples]),
+        digest=np.stack([np.zeros(count), np.arange(count)], axis=1).astype(np.uint64),
+        conversation=data._hashes(pa.chunked_array([[s.conversation for s in samples]])),
         prompt_tokens=np.array([len(s.prompt) for s in samples], np.int32),
         tokens=np.minimum([len(s.states) for s in samples], max_seq_len).astype(np.int32),
         completion_at=at,
