@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,16 @@ from draftmill.manifests.types import Completion, Location, Stage, StatesTLH
 
 # Headers are small; one read of this size nearly always gets header and a small record whole.
 _FIRST_READ = 16 << 10
+
+
+class StatesBlocks(NamedTuple):
+    """Stored hidden states of a sample: `shape` (T, L, H) is what was asked for, `lengths` are the
+    tokens of each block, whose last may reach beyond it."""
+
+    codec: str
+    shape: tuple[int, int, int]
+    lengths: list[int]
+    payloads: list[memoryview]
 
 
 class ShardReader:
@@ -146,18 +156,8 @@ class ShardReader:
         except (DamagedError, KeyError, TypeError, ValueError) as error:
             raise self._damaged("completions", location, str(error)) from error
 
-    def states(
-        self,
-        location: Location,
-        *,
-        tokens: int | None = None,
-        out: StatesTLH | None = None,
-        threads: int = 1,
-    ) -> StatesTLH:
-        """Hidden states as bf16 bit patterns, uint16 [T, L, H]; with `tokens`, the first of them.
-
-        `out` is a buffer to decode into, of exactly the shape that is returned.
-        """
+    def blocks(self, location: Location, *, tokens: int | None = None) -> StatesBlocks:
+        """The stored blocks that hold the first `tokens` of a sample (all by default), checked."""
         head = self._head("hidden_states", location)
         found = head[0]
         try:
@@ -172,18 +172,38 @@ class ShardReader:
         # Real states never fall below a sixteenth; all zeros in a lossy codec go far below.
         if found.raw_bytes > 4096 * location.length:
             raise self._damaged("hidden_states", location, "claims more states than it can hold")
-        blocks = -(-wanted // block)
-        payloads = list(self._payloads("hidden_states", location, head, count=blocks).values())
-        if len(payloads) != blocks:
+        count = -(-wanted // block)
+        payloads = list(self._payloads("hidden_states", location, head, count=count).values())
+        if len(payloads) != count:
             raise self._damaged("hidden_states", location, "blocks are missing")
+        lengths = codec.block_lengths(total, block)[:count]
+        return StatesBlocks(name, (wanted, layers, hidden), lengths, payloads)
+
+    def states(
+        self,
+        location: Location,
+        *,
+        tokens: int | None = None,
+        out: StatesTLH | None = None,
+        threads: int = 1,
+    ) -> StatesTLH:
+        """Hidden states as bf16 bit patterns, uint16 [T, L, H]; with `tokens`, the first of them.
+
+        `out` is a buffer to decode into, of exactly the shape that is returned.
+        """
+        blocks = self.blocks(location, tokens=tokens)
+        wanted, layers, hidden = blocks.shape
         # The last block may reach beyond the wanted prefix: decode all of it, hand out a part.
-        rows = min(blocks * block, total)
-        if out is not None and out.shape != (wanted, layers, hidden):
-            raise ValueError(f"out has shape {out.shape}, needed is {(wanted, layers, hidden)}")
+        rows = sum(blocks.lengths)
+        if out is not None and out.shape != blocks.shape:
+            raise ValueError(f"out has shape {out.shape}, needed is {blocks.shape}")
         direct = out is not None and rows == wanted
         whole = out if direct and out is not None else np.empty((rows, layers, hidden), np.uint16)
+        block_tokens = blocks.lengths[0] if blocks.lengths else codec.BLOCK_TOKENS
         try:
-            codec.decode_states(name, payloads, whole, threads=threads)
+            codec.decode_states(
+                blocks.codec, blocks.payloads, whole, threads=threads, block_tokens=block_tokens
+            )
         except DamagedError as error:
             raise self._damaged("hidden_states", location, error.reason) from error
         if out is not None and whole is not out:

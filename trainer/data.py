@@ -7,7 +7,7 @@ says is frozen in the run's folder (`plan.py`); reading the samples is left to `
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice, takewhile
 from typing import Any
@@ -124,7 +124,9 @@ def _hashes(conversations: pa.ChunkedArray) -> NDArray[np.uint64]:
     digest = xxhash.xxh3_64_intdigest
     start = 0
     # In pieces, so that never a million strings are in memory.
-    for batch in pa.table({"name": conversations.cast(pa.binary())}).to_batches(max_chunksize=65536):
+    for batch in pa.table({"name": conversations.cast(pa.binary())}).to_batches(
+        max_chunksize=65536
+    ):
         names = batch.column(0).to_pylist()
         result[start : start + len(names)] = [digest(name, _SPLIT_SEED) for name in names]
         start += len(names)
@@ -228,6 +230,18 @@ def training_rows(
                     yield Row(members=tuple(members), cursor=at)
             first += len(rows)
         epoch, begin = epoch + 1, 0
+
+
+def step_rows(rows: Iterator[Row], rows_per_step: int) -> Iterator[tuple[Row, ...]]:
+    """The rows of each optimizer step, over all devices: the global batches of a run."""
+    while len(batch := tuple(islice(rows, rows_per_step))) == rows_per_step:
+        yield batch
+
+
+def share(batch: Sequence[Row], rank: int, size: int) -> Sequence[Row]:
+    """The rows of a global batch that device `rank` of `size` works on; `size` divides it."""
+    each = len(batch) // size
+    return batch[rank * each : (rank + 1) * each]
 
 
 def validation_rows(samples: Samples, *, room: int, limit: int) -> list[Row]:

@@ -28,7 +28,7 @@ from draftmill.trainer import data
 from draftmill.trainer.data import Samples
 
 if TYPE_CHECKING:
-    from draftmill.trainer.loader import SampleReader  # brings torch, which is not needed here
+    from draftmill.trainer.rows import SampleReader  # brings torch, which is not needed here
 
 _NO_CUT = 2**31 - 1
 
