@@ -119,7 +119,7 @@ class RowLoader:
             collate_fn=_as_it_is,
             worker_init_fn=_one_thread,
         )
-        found = iter(loader)
+        found: Any = iter(loader)
         try:
             yield from found
         finally:
@@ -176,7 +176,7 @@ class _Once:
         yield from self._others
 
 
-def _as_it_is(found: Batch | PlaneRow) -> Batch | PlaneRow:
+def _as_it_is(found: Any) -> Any:
     return found
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 from draftmill.manifests.errors import DamagedError
@@ -111,7 +112,7 @@ def load_row(
     auxiliary = (shape.layers - 1) * shape.hidden_size
     states = np.zeros((places, auxiliary), np.uint16)
     last = np.zeros((places, shape.hidden_size), np.uint16)
-    fields = {name: np.empty(places, dtype) for name, dtype in _FIELDS.items()}
+    fields: Fields = {name: np.empty(places, dtype) for name, dtype in _FIELDS.items()}
     ids = []
     start = 0
     for member, length in zip(row.members, lengths, strict=True):
@@ -133,6 +134,7 @@ def load_row(
     )
 
 
+Fields = dict[str, NDArray[Any]]
 # What a row has besides hidden states, one number a place.
 _FIELDS = {
     "input_ids": np.int64,
@@ -146,9 +148,7 @@ def _lengths(samples: Samples, row: Row) -> list[int]:
     return [int(samples.tokens[member]) - 1 for member in row.members]
 
 
-def _fill(
-    fields: dict[str, np.ndarray], samples: Samples, row: Row, token_ids: list[np.ndarray]
-) -> None:
+def _fill(fields: Fields, samples: Samples, row: Row, token_ids: list[np.ndarray]) -> None:
     """Write every field of a row, empty places included."""
     for name, array in fields.items():
         array.fill(-1 if name == "document_ids" else 0)
@@ -233,7 +233,7 @@ def read_row(
     memory = arena.numpy()
     for block_at, payload in zip(placed, payloads, strict=True):
         planes.decode_into(payload, block_at.planes, memory)
-    fields = {
+    fields: Fields = {
         name: memory[offset:][: places * np.dtype(_FIELDS[name]).itemsize].view(_FIELDS[name])
         for name, offset in offsets.items()
     }
