@@ -1,4 +1,4 @@
-"""`draftmill speculators-train`: speculators' own trainer, all its algorithms, on draftmill's shards."""
+"""`draftmill speculators-train`: speculators' own trainer on shards, all its algorithms."""
 
 from __future__ import annotations
 

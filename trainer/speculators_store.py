@@ -38,7 +38,7 @@ _PLACES = "places.npy"
 _ROWS_AT_ONCE = 512
 
 
-class DraftmillTransfer(HiddenStatesTransfer):  # type: ignore[misc]
+class DraftmillTransfer(HiddenStatesTransfer):
     """Reads sample `file_idx` of the folder that `prepare` wrote from the dataset's shards.
 
     Picklable; every worker process opens shards for itself.
@@ -74,7 +74,7 @@ class DraftmillTransfer(HiddenStatesTransfer):  # type: ignore[misc]
 
 
 @HiddenStatesBackend.register(BACKEND)
-class DraftmillBackend(HiddenStatesBackend):  # type: ignore[misc]
+class DraftmillBackend(HiddenStatesBackend):
     """`--hidden-states-backend draftmill --draftmill-dataset DIR`."""
 
     @staticmethod
