@@ -206,3 +206,15 @@ class DatasetReader:
             "extract_shard, extract_offset, extract_length "
             "FROM samples WHERE state = 'extracted' ORDER BY id"
         )
+
+    def trainable(self) -> pa.Table:
+        """What a training plan is made of: `extracted` without what only people read.
+
+        In about half the time, which counts when a million samples are planned.
+        """
+        return self.manifest.table(
+            "SELECT id, conversation, prompt_tokens, tokens, digest, "
+            "generate_shard, generate_offset, generate_length, "
+            "extract_shard, extract_offset, extract_length "
+            "FROM samples WHERE state = 'extracted' ORDER BY id"
+        )

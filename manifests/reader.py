@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,16 @@ _FIRST_READ = 16 << 10
 # larger than their bytes; small ones, of zeros for example, may be.
 _MOST_RATIO = 64
 _SMALL_STATES = 64 << 20
+
+
+class StatesBlocks(NamedTuple):
+    """Stored hidden states of a sample: `shape` (T, L, H) is what was asked for, `lengths` are the
+    tokens of each block, whose last may reach beyond it."""
+
+    codec: str
+    shape: tuple[int, int, int]
+    lengths: list[int]
+    payloads: list[memoryview]
 
 
 class ShardReader:
@@ -150,6 +160,16 @@ class ShardReader:
         except (DamagedError, KeyError, TypeError, ValueError) as error:
             raise self._damaged("completions", location, str(error)) from error
 
+    def blocks(self, location: Location, *, tokens: int | None = None) -> StatesBlocks:
+        """The stored blocks that hold the first `tokens` of a sample (all by default), checked."""
+        head = self._head("hidden_states", location)
+        name, (total, layers, hidden), block = self._states_form(head[0], location)
+        wanted = total if tokens is None else min(tokens, total)
+        count = -(-wanted // block)
+        payloads = list(self._payloads("hidden_states", location, head, count=count).values())
+        lengths = codec.block_lengths(total, block)[:count]
+        return StatesBlocks(name, (wanted, layers, hidden), lengths, payloads)
+
     def states(
         self,
         location: Location,
@@ -162,20 +182,19 @@ class ShardReader:
 
         `out` is a buffer to decode into, of exactly the shape that is returned.
         """
-        head = self._head("hidden_states", location)
-        found = head[0]
-        name, shape, block = self._states_form(found, location)
-        wanted = shape[0] if tokens is None else min(tokens, shape[0])
-        out_shape = (wanted, *shape[1:])
+        blocks = self.blocks(location, tokens=tokens)
         if out is None:
-            out = np.empty(out_shape, np.uint16)
-        elif out.shape != out_shape:
-            raise ValueError(f"out has shape {out.shape}, needed is {out_shape}")
-        count = -(-wanted // block)
-        payloads = list(self._payloads("hidden_states", location, head, count=count).values())
+            out = np.empty(blocks.shape, np.uint16)
+        elif out.shape != blocks.shape:
+            raise ValueError(f"out has shape {out.shape}, needed is {blocks.shape}")
         try:
             codec.decode_states(
-                name, payloads, out, threads=threads, num_tokens=shape[0], block_tokens=block
+                blocks.codec,
+                blocks.payloads,
+                out,
+                threads=threads,
+                num_tokens=sum(blocks.lengths),
+                block_tokens=blocks.lengths[0] if blocks.lengths else codec.BLOCK_TOKENS,
             )
         except DamagedError as error:
             raise self._damaged("hidden_states", location, error.reason) from error

@@ -33,6 +33,7 @@ COMMANDS = {
     "vocab": "train",
     "train": "train",
     "convert": "convert",
+    "speculators-train": "speculators_train",
     "eval": "evaluate",
     "doctor": "doctor",
     "bench": "bench.command",
@@ -49,7 +50,7 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"draftmill.tools.{COMMANDS[cmd_name]}")
-        attribute = {"eval": "evaluate"}.get(cmd_name, cmd_name)
+        attribute = {"eval": "evaluate"}.get(cmd_name, cmd_name.replace("-", "_"))
         command: click.Command = getattr(module, f"{attribute}_command")
         return command
 

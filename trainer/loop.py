@@ -30,9 +30,10 @@ from draftmill.trainer.draft_model import (
     save_draft,
     trained_state,
 )
-from draftmill.trainer.loader import Batch, RowLoader, SampleReader, StatesShape
+from draftmill.trainer.loader import RowLoader
 from draftmill.trainer.optim import apply_step, lr_at, make_optimizer
 from draftmill.trainer.plan import Plan
+from draftmill.trainer.rows import Batch, SampleReader, StatesShape
 from draftmill.trainer.runlog import RunLog
 from draftmill.trainer.settings import TrainSettings
 from draftmill.trainer.validate import Averages, validate

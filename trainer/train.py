@@ -21,9 +21,9 @@ from draftmill.manifests.target import TargetModel, check_target_layer_ids, extr
 from draftmill.trainer.draft_model import create_draft, save_draft
 from draftmill.trainer.finetune import OnNote, Start, open_checkpoint
 from draftmill.trainer.interrupt import interruptible
-from draftmill.trainer.loader import StatesShape
 from draftmill.trainer.loop import Loop, OnTrainProgress, device_of
 from draftmill.trainer.plan import Plan, load_plan, make_plan, save_plan
+from draftmill.trainer.rows import StatesShape
 from draftmill.trainer.run_folder import bind_run, locked_run
 from draftmill.trainer.settings import Finetune, TrainSettings
 from draftmill.trainer.vocab import VocabMapping, load_mapping, make_vocab, save_mapping
@@ -154,7 +154,7 @@ def _bound_plan(
     """The run's plan. A new one is made before the folder is bound to it: a refusal leaves none."""
     # The database is closed again at once: while it is open, nobody can write the dataset.
     with Dataset.open(dataset).reader() as reader:
-        table = reader.extracted()
+        table = reader.trainable()
     path = output / "plan.parquet"
     if path.exists():
         bind_run(output, settings, target, target_layer_ids, finetuned_from)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from draftmill.trainer.acceptance import Acceptance, walk
 from draftmill.trainer.draft_model import Forward
-from draftmill.trainer.loader import Batch
+from draftmill.trainer.rows import Batch
 
 
 class Averages:
@@ -60,8 +60,8 @@ def validate(run: Callable[[Batch], Forward], batches: Iterable[Batch]) -> dict[
 
 def row_acceptance(batch: Batch, drafted: NDArray[np.int64]) -> Acceptance:
     """Acceptance over the samples of one packed row; `drafted` are target token ids [K, T]."""
-    input_ids = batch.tensors["input_ids"][0].numpy()
-    loss_mask = batch.tensors["loss_mask"][0].numpy()
+    input_ids = batch.tensors["input_ids"][0].cpu().numpy()
+    loss_mask = batch.tensors["loss_mask"][0].cpu().numpy()
     result = Acceptance()
     start = 0
     for length in batch.lengths:

@@ -28,7 +28,7 @@ from draftmill.trainer import data
 from draftmill.trainer.data import Samples
 
 if TYPE_CHECKING:
-    from draftmill.trainer.loader import SampleReader  # brings torch, which is not needed here
+    from draftmill.trainer.rows import SampleReader  # brings torch, which is not needed here
 
 _NO_CUT = 2**31 - 1
 
@@ -172,7 +172,7 @@ def keep_vocab(
 def _trainable(dataset: Path) -> tuple[Dataset, Samples]:
     opened = Dataset.open(dataset)
     with opened.reader() as reader:
-        table = reader.extracted()
+        table = reader.trainable()
     samples = data.select(table, _NO_CUT).samples
     if len(samples) == 0:
         raise DatasetError(

@@ -29,7 +29,7 @@ from draftmill.trainer.draft_model import (
     trained_state,
 )
 from draftmill.trainer.draft_shape import decoder_config
-from draftmill.trainer.loader import load_row
+from draftmill.trainer.rows import load_row
 from draftmill.trainer.settings import TrainSettings
 from draftmill.trainer.vocab import VocabMapping, build_mapping
 from tests.trainer import tiny
