@@ -18,6 +18,7 @@ DOORS = {
     "click": "tools/*",
     "duckdb": "manifests/manifest.py",
     "httpx2": "builder/requests/client.py",  # openai's transport
+    "matplotlib": "tools/report/plots.py",
     "openai": "builder/requests/client.py",
     "speculators": "trainer/draft_model*.py",
     "tenacity": "builder/requests/client.py",
@@ -28,7 +29,7 @@ DOORS = {
 CONNECTOR = Path("builder/serving/connector.py")
 MAX_LINES = 350
 
-HEAVY = ("torch", "transformers", "speculators", "vllm")
+HEAVY = ("torch", "transformers", "speculators", "vllm", "matplotlib")
 LIGHT_START = f"""
 import sys
 from draftmill.tools.cli import main

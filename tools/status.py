@@ -19,17 +19,21 @@ from draftmill.tools.render import describe, say
 from draftmill.tools.settings import load, writer_options
 
 
+def budget_and_staging(opened: Dataset) -> dict[str, Any]:
+    """Arguments for `summary` from the settings; none where the settings cannot be read."""
+    try:
+        options = writer_options(opened, load(opened))
+    except ConfigError as error:
+        say(f"{error}; shown without budget and staging")
+        return {}
+    return {"budget_bytes": options["budget_bytes"], "staging": options["staging"]}
+
+
 def document(path: str) -> dict[str, Any]:
     """The document of `status --json`."""
     opened = Dataset.open(path)
-    budget_bytes, staging = None, None
-    try:
-        options = writer_options(opened, load(opened))
-        budget_bytes, staging = options["budget_bytes"], options["staging"]
-    except ConfigError as error:
-        say(f"{error}; shown without budget and staging")
     with opened.reader() as reader:
-        return reader.summary(budget_bytes=budget_bytes, staging=staging)
+        return reader.summary(**budget_and_staging(opened))
 
 
 def tables(path: str, found: dict[str, Any]) -> list[Table]:
