@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import click
@@ -15,6 +14,7 @@ from draftmill.builder.progress import Progress
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import ConfigError
 from draftmill.manifests.sizes import format_size
+from draftmill.tools import watch as live
 from draftmill.tools.render import describe, say
 from draftmill.tools.settings import load, writer_options
 
@@ -71,28 +71,28 @@ def tables(path: str, found: dict[str, Any]) -> list[Table]:
 @click.command("status")
 @click.argument("dataset")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document with stable keys.")
-@click.option("--watch", is_flag=True, help="Show it again every 2 seconds until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="A live view, new every 2 seconds until Ctrl-C.")
 def status_command(dataset: str, as_json: bool, watch: bool) -> None:
     """Show what DATASET holds: rows per state, tokens, bytes.
 
-    Works while another process writes the dataset.
+    Works while another process writes the dataset. `--watch` shows what that process last
+    published and never touches the database; with --json it prints one document a line.
+
+    \b
+    draftmill status DATASET --watch
     """
+    if watch:
+        live.watch(Dataset.open(dataset), as_json=as_json, console=Console())
+    found = document(dataset)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
     console = Console()
-    while True:
-        found = document(dataset)
-        if as_json:
-            click.echo(json.dumps(found, indent=2))
-        else:
-            if watch and console.is_terminal:
-                console.clear()
-            for table in tables(dataset, found):
-                console.print(table)
-            if running := found.get("running"):
-                line = describe(Progress(**running))
-                console.print(f"{running['stage']} runs in process {found['pid']}: {line}")
-        if not watch:
-            return
-        time.sleep(2.0)
+    for table in tables(dataset, found):
+        console.print(table)
+    if running := found.get("running"):
+        line = describe(Progress(**running))
+        console.print(f"{running['stage']} runs in process {found['pid']}: {line}")
 
 
 @click.command("sql")

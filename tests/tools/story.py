@@ -236,9 +236,9 @@ def running() -> dict[str, Any]:
         "timed_out": 0,
         "failed": 0,
         "rejected": 3,
-        "used_bytes": 11_000_000,
+        "used_bytes": 7_403_307,
         "budget_bytes": SIZES["budget_bytes"],
-        "note": None,
+        "note": "http://gpu-a:8001: 8 requests at once",
     }
 
 
