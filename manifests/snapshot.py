@@ -17,6 +17,11 @@ from draftmill.manifests.manifest import Manifest, QueryError
 
 # Rows are gathered for so many ids at a time: memory does not grow with the dataset.
 WINDOW_IDS = 5000
+# Decisions are few; of a run that makes very many, the last ones tell how it goes.
+_CONTROL = (
+    "SELECT * FROM (SELECT * FROM control ORDER BY time DESC LIMIT 5000) ORDER BY time, endpoint"
+)
+
 
 _WINDOW = """
 SELECT p.*, s.* EXCLUDE (id) REPLACE (s.state::VARCHAR AS state), a.attempts_history, y.payloads
@@ -36,6 +41,7 @@ def write_snapshot(manifest: Manifest, path: Path, *, window_ids: int = WINDOW_I
         {
             "meta": dict(manifest.rows("SELECT key, value FROM meta")),
             "shards": manifest.table("SELECT * FROM shards").to_pylist(),
+            "control": manifest.table(_CONTROL).to_pylist(),
         }
     )
     # No prompt has the id 0: the empty first window gives the columns.
@@ -65,9 +71,10 @@ def _load(manifest: Manifest, path: Path) -> None:
     with manifest.transaction("restore"):
         for key, value in facts["meta"].items():
             manifest.set_meta(key, value)
-        if facts["shards"]:
-            with manifest.batch("old_shards", pa.Table.from_pylist(facts["shards"])):
-                manifest.run("INSERT INTO shards BY NAME SELECT * FROM old_shards")
+        for table in ("shards", "control"):
+            if facts[table]:
+                with manifest.batch("old_rows", pa.Table.from_pylist(facts[table])):
+                    manifest.run(f"INSERT INTO {table} BY NAME SELECT * FROM old_rows")
         prompts = "id, hash, source, row, conversation, off_policy, file"
         manifest.run(f"INSERT INTO prompts SELECT {prompts} FROM {source} ORDER BY id")
         states = "id, state, stage, attempts, generate_payload, extract_payload"

@@ -18,6 +18,7 @@ DOORS: dict[str, str | tuple[str, ...]] = {
     "click": "tools/*",
     "duckdb": "manifests/manifest.py",
     "httpx2": "builder/requests/client.py",  # openai's transport
+    "matplotlib": "tools/report/plots.py",
     "openai": "builder/requests/client.py",
     "hs_connectors": "trainer/speculators_store.py",
     "speculators": ("trainer/draft_model*.py", "trainer/speculators_store.py"),
@@ -29,7 +30,7 @@ DOORS: dict[str, str | tuple[str, ...]] = {
 CONNECTOR = Path("builder/serving/connector.py")
 MAX_LINES = 350
 
-HEAVY = ("torch", "transformers", "speculators", "vllm")
+HEAVY = ("torch", "transformers", "speculators", "vllm", "matplotlib")
 LIGHT_START = f"""
 import sys
 from draftmill.tools.cli import main

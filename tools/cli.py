@@ -27,6 +27,7 @@ COMMANDS = {
     "build": "stages",
     "retry": "maintain",
     "status": "status",
+    "report": "report.command",
     "sql": "status",
     "verify": "maintain",
     "evict": "maintain",

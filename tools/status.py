@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,21 +15,26 @@ from draftmill.builder.progress import Progress
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import ConfigError
 from draftmill.manifests.sizes import format_size
+from draftmill.tools import watch as live
 from draftmill.tools.render import describe, say
 from draftmill.tools.settings import load, writer_options
+
+
+def budget_and_staging(opened: Dataset) -> dict[str, Any]:
+    """Arguments for `summary` from the settings; none where the settings cannot be read."""
+    try:
+        options = writer_options(opened, load(opened))
+    except ConfigError as error:
+        say(f"{error}; shown without budget and staging")
+        return {}
+    return {"budget_bytes": options["budget_bytes"], "staging": options["staging"]}
 
 
 def document(path: str) -> dict[str, Any]:
     """The document of `status --json`."""
     opened = Dataset.open(path)
-    budget_bytes, staging = None, None
-    try:
-        options = writer_options(opened, load(opened))
-        budget_bytes, staging = options["budget_bytes"], options["staging"]
-    except ConfigError as error:
-        say(f"{error}; shown without budget and staging")
     with opened.reader() as reader:
-        return reader.summary(budget_bytes=budget_bytes, staging=staging)
+        return reader.summary(**budget_and_staging(opened))
 
 
 def tables(path: str, found: dict[str, Any]) -> list[Table]:
@@ -96,28 +100,28 @@ def _breakdowns(found: dict[str, Any]) -> Iterator[Table]:
 @click.command("status")
 @click.argument("dataset")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document with stable keys.")
-@click.option("--watch", is_flag=True, help="Show it again every 2 seconds until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="A live view, new every 2 seconds until Ctrl-C.")
 def status_command(dataset: str, as_json: bool, watch: bool) -> None:
     """Show what DATASET holds: rows per state, tokens, bytes.
 
-    Works while another process writes the dataset.
+    Works while another process writes the dataset. `--watch` shows what that process last
+    published and never touches the database; with --json it prints one document a line.
+
+    \b
+    draftmill status DATASET --watch
     """
+    if watch:
+        live.watch(Dataset.open(dataset), as_json=as_json, console=Console())
+    found = document(dataset)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
     console = Console()
-    while True:
-        found = document(dataset)
-        if as_json:
-            click.echo(json.dumps(found, indent=2))
-        else:
-            if watch and console.is_terminal:
-                console.clear()
-            for table in tables(dataset, found):
-                console.print(table)
-            if running := found.get("running"):
-                line = describe(Progress(**running))
-                console.print(f"{running['stage']} runs in process {found['pid']}: {line}")
-        if not watch:
-            return
-        time.sleep(2.0)
+    for table in tables(dataset, found):
+        console.print(table)
+    if running := found.get("running"):
+        line = describe(Progress(**running))
+        console.print(f"{running['stage']} runs in process {found['pid']}: {line}")
 
 
 @click.command("sql")
