@@ -175,6 +175,11 @@ def finish(ctx: click.Context, reports: Sequence[StageReport], left: dict[str, i
 @click.option("--serve", is_flag=True, help="Start the server, and stop it at the end.")
 @click.option("--concurrency", type=int, help="Requests at once on each server.")
 @click.option("--timeout", "timeout_s", type=float, help="Seconds that a request may take.")
+@click.option(
+    "--reasoning",
+    type=click.Choice(["any", "required", "drop"]),
+    help="Reasoning text: kept if there is some, required, or dropped.",
+)
 @click.pass_context
 def generate_command(
     ctx: click.Context,
@@ -183,6 +188,7 @@ def generate_command(
     serve: bool,
     concurrency: int | None,
     timeout_s: float | None,
+    reasoning: str | None,
 ) -> None:
     """Have the target model answer every pending prompt of DATASET.
 
@@ -191,7 +197,7 @@ def generate_command(
     """
     _one_way(urls, serve)
     opened = Dataset.open(dataset)
-    given = {"concurrency": concurrency, "timeout_s": timeout_s}
+    given = {"concurrency": concurrency, "timeout_s": timeout_s, "reasoning": reasoning}
     settings = load(opened, generate=given)
     finish(ctx, *build(opened, settings, ["generate"], {"generate": urls, "extract": ()}))
 

@@ -32,7 +32,7 @@ from draftmill.builder.progress import OnProgress, StageReport
 from draftmill.builder.requests.client import PROBE_S
 from draftmill.builder.stop import StopSignals
 from draftmill.manifests.errors import BudgetError, ServerError
-from draftmill.manifests.maintenance import retry, select
+from draftmill.manifests.maintenance import RowFilter, retry, select
 from draftmill.manifests.types import PendingPrompt, Result
 from draftmill.manifests.writer import DatasetWriter
 
@@ -44,6 +44,7 @@ PAGE_ROWS = 256
 TICK_S = 0.25
 SHOW_S = 2.0
 NOTE_S = 60.0
+LATE = RowFilter(states=("timed_out",), stage="generate")
 
 log = logging.getLogger(__name__)
 
@@ -191,9 +192,7 @@ class _Stage:
     async def _passes(self) -> None:
         for number in range(1 + self._settings.timeout_passes):
             if number > 0:
-                late = await self._committer.call(
-                    select, self._writer, states=("timed_out",), stage="generate"
-                )
+                late = await self._committer.call(select, self._writer, LATE)
                 if not late:
                     return
                 await self._committer.call(retry, self._writer, late)

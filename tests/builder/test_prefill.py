@@ -136,6 +136,26 @@ def test_both_modes_in_one_dataset_are_counted_apart(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+def test_an_outage_costs_no_row_and_teaches_the_controller_nothing(tmp_path: Path) -> None:
+    async def body() -> None:
+        with new(tmp_path / "d") as writer:
+            add(writer, *map(talk, range(120)))
+            async with TargetServer() as server:
+                run = asyncio.create_task(generated(writer, server, concurrency="auto"))
+                while server.tokenized.total() < 80:  # noqa: ASYNC110 - it happens in the server
+                    await asyncio.sleep(0.005)
+                await server.go_down()
+                await asyncio.sleep(0.1)
+                await server.come_up()
+                report = await run
+                assert report.outcomes["generated"] == report.given == 120
+                assert {outcome for outcome, _ in history(writer)} <= {"generated", "transient"}
+                decisions = writer.manifest.rows("SELECT decision FROM control")
+                assert not [words for (words,) in decisions if "trying more" in words]
+
+    asyncio.run(body())
+
+
 def test_a_template_that_drops_reasoning_rejects_with_the_reason(tmp_path: Path) -> None:
     async def body() -> None:
         with new(tmp_path / "d") as writer:

@@ -13,6 +13,7 @@ import pytest
 from draftmill.manifests import maintenance
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DatasetError, LockedError, SettingsMismatch
+from draftmill.manifests.maintenance import RowFilter
 from draftmill.manifests.manifest import Manifest
 from draftmill.manifests.snapshot import load_snapshot, write_snapshot
 from draftmill.manifests.verify import verify
@@ -128,12 +129,10 @@ def test_settings_that_changed_are_named(dataset: Dataset) -> None:
 
 def test_retry_keeps_history_and_the_old_completion(full: Dataset) -> None:
     with full.writer(**workload.SIZES) as writer:
-        ids = maintenance.select(writer, states=["timed_out", "rejected"])
+        ids = maintenance.select(writer, RowFilter(states=["timed_out", "rejected"]))
         assert ids == [5, 9]
-        assert maintenance.select(writer, states=["timed_out"], error_class="Other") == []
-        assert maintenance.select(writer, states=["timed_out"], error_class="Test") == [5]
         assert maintenance.retry(writer, ids) == 2
-        truncated = maintenance.select(writer, truncated=True)
+        truncated = maintenance.select(writer, RowFilter(truncated=True))
         assert truncated == [4, 8, 12]
         maintenance.retry(writer, truncated)
     assert states_of(full) == {"total": 14, "pending": 5, "extracted": 9}

@@ -182,8 +182,21 @@ def test_verify_repair_rebuilds_a_lost_manifest(run: Run, dataset: Dataset) -> N
 def test_retry_and_evict(run: Run, dataset: Dataset) -> None:
     path = str(dataset.path)
     run("retry", path, code=2)
-    assert "2 rows" in run("retry", path, "--timed-out", "--rejected")
+    words = ("retry", path, "--timed-out", "--rejected")
+    for _ in range(2):
+        out = run(*words, "--dry-run")
+        assert out.splitlines() == [
+            "1 timed out at generate (Test)",
+            "1 rejected at generate (Test)",
+            "2 rows would be asked again",
+        ]
+    assert "1 rows would" in run(*words, "--dry-run", "--prompt-tokens", "..3")
+    assert "0 rows would" in run(*words, "--dry-run", "--completion-tokens", "1000..")
+    run(*words, "--prompt-tokens", "7", code=2)
+    assert "no range of tokens" in run.err
+    assert "2 rows will be asked again" in run(*words)
     assert "0 rows" in run("retry", path, "--failed")
+    assert "3 truncated" in run("retry", path, "--truncated", "--dry-run")
     run("evict", path, code=2)
     assert "12 rows to extract" in run("evict", path, "--all")
 
