@@ -1,26 +1,39 @@
-"""`draftmill status` and `draftmill sql`: what a dataset holds, also while it is being written."""
+"""`draftmill status` and `draftmill sql`: what a dataset holds, also while it is being written.
+
+What needs long to import is imported where it is needed: while a writer runs, its own document is
+shown, and `status --json` then costs no more than the start of Python.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import pyarrow as pa
-from rich.console import Console
-from rich.table import Table
 
-from draftmill.builder.progress import Progress
-from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import ConfigError
+from draftmill.manifests.layout import Layout
+from draftmill.manifests.published import published
 from draftmill.manifests.sizes import format_size
-from draftmill.tools.render import describe, say
-from draftmill.tools.settings import load, writer_options
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from rich.table import Table
 
 
 def document(path: str) -> dict[str, Any]:
-    """The document of `status --json`."""
+    """The document of `status --json`: the writer's own while one runs, else measured now."""
+    found = published(Layout(path))
+    return measured(path) if found is None else found
+
+
+def measured(path: str) -> dict[str, Any]:
+    """The same from the database."""
+    from draftmill.manifests.dataset import Dataset
+    from draftmill.tools.render import say
+    from draftmill.tools.settings import load, writer_options
+
     opened = Dataset.open(path)
     budget_bytes, staging = None, None
     try:
@@ -34,6 +47,8 @@ def document(path: str) -> dict[str, Any]:
 
 def tables(path: str, found: dict[str, Any]) -> list[Table]:
     """The figures of a dataset as tables for a person."""
+    from rich.table import Table
+
     prompts = Table(title=path, title_justify="left", show_header=False, box=None)
     total = found["prompts"]["total"]
     for state, count in found["prompts"].items():
@@ -73,22 +88,31 @@ def status_command(dataset: str, as_json: bool, watch: bool) -> None:
 
     Works while another process writes the dataset.
     """
-    console = Console()
     while True:
         found = document(dataset)
         if as_json:
             click.echo(json.dumps(found, indent=2))
         else:
-            if watch and console.is_terminal:
-                console.clear()
-            for table in tables(dataset, found):
-                console.print(table)
-            if running := found.get("running"):
-                line = describe(Progress(**running))
-                console.print(f"{running['stage']} runs in process {found['pid']}: {line}")
+            _show(dataset, found, clear=watch)
         if not watch:
             return
         time.sleep(2.0)
+
+
+def _show(dataset: str, found: dict[str, Any], *, clear: bool) -> None:
+    from rich.console import Console
+
+    from draftmill.builder.progress import Progress
+    from draftmill.tools.render import describe
+
+    console = Console()
+    if clear and console.is_terminal:
+        console.clear()
+    for table in tables(dataset, found):
+        console.print(table)
+    if running := found.get("running"):
+        line = describe(Progress(**running))
+        console.print(f"{running['stage']} runs in process {found['pid']}: {line}")
 
 
 @click.command("sql")
@@ -103,6 +127,10 @@ def sql_command(dataset: str, query: str, as_json: bool) -> None:
 
     A table on a terminal; tab-separated lines otherwise.
     """
+    from rich.console import Console
+
+    from draftmill.manifests.dataset import Dataset
+
     with Dataset.open(dataset).reader() as reader:
         found = reader.sql(query)
     if as_json:
@@ -120,6 +148,8 @@ def sql_command(dataset: str, query: str, as_json: bool) -> None:
 
 
 def _grid(found: pa.Table) -> Table:
+    from rich.table import Table
+
     grid = Table(box=None, header_style="bold")
     for name in found.column_names:
         grid.add_column(name)
