@@ -75,11 +75,6 @@ class Group:
         return result[0] if self.leads else action()
 
 
-def is_leader() -> bool:
-    """Whether this process speaks for its run; known before any process has joined."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
 @contextmanager
 def joined(settings: TrainSettings) -> Iterator[Group]:
     """The group of this run: that of `torchrun`, or this process alone.

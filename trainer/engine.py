@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -88,6 +90,7 @@ class Engine:
 
     def state(self) -> dict[str, Any]:
         """Weights, optimizer and random state, whole and on the CPU."""
+        self._reshard()
         return {
             "weights": _whole(trained_state(self.model)),
             "optimizer": _whole(self.optimizer.state_dict()),
@@ -125,14 +128,18 @@ class Engine:
 
     def draft_weights(self) -> dict[str, Tensor]:
         """All tensors of the draft, whole and on the CPU, as `save_draft` writes them."""
+        self._reshard()
         whole: dict[str, Tensor] = _whole(self.model.state_dict())
         return whole
 
+    def _reshard(self) -> None:
+        """Make parameters shards again: after a forward pass alone, they are borrowed memory."""
+        for module in self.model.modules() if self.settings.fsdp else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
 
 def _shard(model: DraftModel, group: Group) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cuda" if group.on_gpu else "cpu", (group.size,))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
@@ -145,7 +152,7 @@ def _whole(value: Any) -> Any:
         if not isinstance(value, DTensor):
             return value.detach().cpu()
         # Into memory of its own: what was gathered is a view of something that files cannot hold.
-        full = value.detach().full_tensor()
+        full = value.full_tensor().detach()
         return torch.empty(full.shape, dtype=full.dtype).copy_(full)
     if isinstance(value, dict):
         return {name: _whole(item) for name, item in value.items()}

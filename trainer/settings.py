@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 # speculators' own, and the flat one of class LlamaForCausalLMEagle3.
 DraftForm: TypeAlias = Literal["speculators", "flat"]
+
+
+def is_leader() -> bool:
+    """Whether this process speaks for its run, of those that `torchrun` may have started."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _key(default: Any, text: str, *, free: bool = False) -> Any:
