@@ -13,7 +13,7 @@ from draftmill.manifests.errors import UsageError
 from draftmill.manifests.target import TargetModel
 from draftmill.tools.render import Display, duration, say
 from draftmill.tools.settings import Settings, load
-from draftmill.trainer.settings import DraftForm, Finetune, TrainSettings
+from draftmill.trainer.settings import DraftForm, Finetune, TrainSettings, is_leader
 
 
 def target_facts(settings: Settings, path: str | None) -> TargetModel:
@@ -66,6 +66,8 @@ def make_vocab(path: Path, settings: Settings, target: str | None = None) -> Non
     type=click.Choice(get_args(DraftForm)),
     help="Form of the written draft; vLLM loads both.",
 )
+@click.option("--fsdp", is_flag=True, default=None, help="Shard weights over GPUs (torchrun).")
+@click.option("--grow", is_flag=True, help="Take in samples added since, from the next epoch on.")
 @click.option("--tensorboard", is_flag=True, default=None, help="Also write for TensorBoard.")
 @click.option(
     "--finetune-from",
@@ -88,6 +90,7 @@ def train_command(
     finetune_from: str | None,
     finetune_layers: str | None,
     other_target: bool,
+    grow: bool,
     **overrides: Any,
 ) -> None:
     """Train an EAGLE-3 draft on DATASET. Started again, it goes on from its last checkpoint.
@@ -97,6 +100,7 @@ def train_command(
 
     \b
     draftmill train DATASET --output draft
+    torchrun --nproc-per-node 8 --no-python draftmill train DATASET --output draft
     draftmill train DATASET --output draft --finetune-from AQ-MedAI/Kimi-K2-Instruct-eagle3
     """
     opened = Dataset.open(dataset)
@@ -112,10 +116,11 @@ def train_command(
     elif finetune_layers or other_target:
         raise UsageError("--finetune-layers and --other-target go with --finetune-from")
     report = run_train(
-        opened.path, settings, settings.train, Path(output), target, finetune=finetune
+        opened.path, settings, settings.train, Path(output), target, finetune=finetune, grow=grow
     )
-    if report.interrupted:
+    if report.interrupted and is_leader():
         click.echo(f"stopped at step {report.step} of {report.steps}; the same command goes on")
+    if report.interrupted:
         ctx.exit(130)
 
 
@@ -136,8 +141,12 @@ def run_train(
     target: str | None = None,
     *,
     finetune: Finetune | None = None,
+    grow: bool = False,
 ) -> Any:
-    """Train and show it; returns the trainer's report."""
+    """Train and show it; returns the trainer's report.
+
+    Of several processes that `torchrun` started, the leading one shows it.
+    """
     from draftmill.trainer.train import train
 
     with Display("train") as show:
@@ -169,9 +178,16 @@ def run_train(
             target_layer_ids=settings.target.target_layer_ids,
             output=output,
             finetune=finetune,
+            grow=grow,
             on_progress=on_progress,
-            note=say,
+            note=say if is_leader() else lambda text: None,
         )
+    if is_leader():
+        _show_report(report)
+    return report
+
+
+def _show_report(report: Any) -> None:
     figures = ", ".join(f"{name} {value:.3f}" for name, value in report.validation.items())
     click.echo(
         f"train: {report.step} of {report.steps} steps, {report.samples:,} samples, "
@@ -180,6 +196,9 @@ def run_train(
     )
     if figures:
         click.echo(f"validation ({report.validation_samples:,} samples): {figures}")
+    click.echo(
+        f"samples: {report.cut:,} cut at max_seq_len, {report.nothing_supervised:,} left out "
+        f"because nothing in them is supervised; {100 * report.waste:.1f} % of places empty"
+    )
     if not report.interrupted:
         click.echo(f"draft: {report.output}")
-    return report

@@ -20,7 +20,7 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor
 from transformers import LlamaConfig
 
-from draftmill.manifests.errors import ConfigError, DamagedError
+from draftmill.manifests.errors import ConfigError
 from draftmill.manifests.target import TargetModel, check_target_layer_ids
 from draftmill.trainer.draft_forms import (
     CONFIG_FILE,
@@ -238,16 +238,6 @@ def trained_state(model: DraftModel) -> dict[str, Tensor]:
     return {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
 
 
-def restore_trained_state(model: DraftModel, state: Mapping[str, Tensor]) -> None:
-    """Put back what `trained_state` gave. Raises DamagedError when it is not this model's."""
-    mine = trained_state(model)
-    if {n: t.shape for n, t in mine.items()} != {n: t.shape for n, t in state.items()}:
-        raise DamagedError("the checkpoint holds other parameters than this draft model")
-    with torch.no_grad():
-        for name, tensor in mine.items():
-            tensor.copy_(state[name])
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forward:
     """What one packed row gave: the loss to minimise, sums to average, and what was drafted.
@@ -261,9 +251,18 @@ class Forward:
     drafted: Tensor
 
 
-def forward(model: DraftModel, tensors: Mapping[str, Tensor], settings: TrainSettings) -> Forward:
-    """Run the draft over one packed row, on the device and in the type that its tensors have."""
-    drafted, loss, sums = model(
+def forward(
+    model: DraftModel,
+    tensors: Mapping[str, Tensor],
+    settings: TrainSettings,
+    *,
+    run: Callable[..., Any] | None = None,
+) -> Forward:
+    """Run the draft over one packed row, on the device and in the type that its tensors have.
+
+    `run` is called in the model's place: something that wraps it.
+    """
+    drafted, loss, sums = (run or model)(
         **tensors,
         ttt_steps=settings.ttt_steps,
         ttt_step_loss_decay=settings.ttt_decay,
@@ -276,18 +275,24 @@ def forward(model: DraftModel, tensors: Mapping[str, Tensor], settings: TrainSet
     return Forward(loss=loss, sums=sums, drafted=ids)
 
 
-def save_draft(model: DraftModel, folder: Path, form: DraftForm = "speculators") -> None:
+def save_draft(
+    model: DraftModel,
+    folder: Path,
+    form: DraftForm = "speculators",
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write the draft into an existing folder as vLLM loads it, in bfloat16.
 
-    The flat form leaves out embeddings that are the target's own; servers share those.
+    `weights` stand for the model's own where those are spread over devices. The flat form leaves
+    out embeddings that are the target's own; servers share those.
     """
     left_out = {*_VERIFIER, *((EMBEDDINGS,) if form == "flat" and model.shares_embeddings else ())}
-    weights = {
+    written = {
         name: tensor.detach().to("cpu", torch.bfloat16 if tensor.is_floating_point() else None)
-        for name, tensor in model.state_dict().items()
+        for name, tensor in (weights or model.state_dict()).items()
         if name not in left_out
     }
-    write_draft(_config_dict(model.config, "bfloat16"), weights, folder, form)
+    write_draft(_config_dict(model.config, "bfloat16"), written, folder, form)
 
 
 def _config_dict(config: Eagle3SpeculatorConfig, dtype: str | None) -> dict[str, Any]:

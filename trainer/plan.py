@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from draftmill.manifests import files
 from draftmill.manifests.errors import DamagedError, DatasetError
 from draftmill.trainer import data
-from draftmill.trainer.data import Packing, Samples
+from draftmill.trainer.data import Cursor, Packing, Samples
 from draftmill.trainer.settings import TrainSettings
 
 _VERSION = 2
@@ -101,6 +101,19 @@ def grow(plan: Plan, table: pa.Table, settings: TrainSettings, *, epoch: int, ro
         cut=selection.cut,
         nothing_supervised=selection.nothing_supervised,
     )
+
+
+def next_epoch(plan: Plan, settings: TrainSettings, cursor: Cursor) -> tuple[int, int]:
+    """The epoch after the one that `cursor` stands in, and its first row."""
+    rows = data.training_rows(
+        plan.train,
+        seed=settings.seed,
+        room=settings.max_seq_len,
+        start=cursor,
+        since=plan.since,
+    )
+    first = next(row.cursor for row in rows if row.cursor.epoch > cursor.epoch)
+    return first.epoch, first.row
 
 
 def _steps(rows: float, settings: TrainSettings) -> int:

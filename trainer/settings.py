@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 # speculators' own, and the flat one of class LlamaForCausalLMEagle3.
 DraftForm: TypeAlias = Literal["speculators", "flat"]
+
+
+def is_leader() -> bool:
+    """Whether this process speaks for its run, of those that `torchrun` may have started."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _key(default: Any, text: str, *, free: bool = False) -> Any:
@@ -65,7 +71,13 @@ class TrainSettings:
     decode_threads: int = _key(
         2, "Threads that read and decode samples ahead of need; 0 reads in line.", free=True
     )
+    decode_workers: int = _key(
+        0, "Processes that read and decode in place of threads; 0 for none.", free=True
+    )
     prefetch_mb: int = _key(1024, "Most megabytes of decoded samples that wait.", free=True)
+    fsdp: bool = _key(
+        False, "Share weights and optimizer between GPUs (FSDP2), in place of copies.", free=True
+    )
     device: str = _key("auto", "auto, cpu or cuda.", free=True)
     checkpoint_format: Literal["speculators", "flat"] = _key(
         "speculators",
@@ -93,6 +105,7 @@ class TrainSettings:
             "keep_checkpoints": 1,
             "log_every": 1,
             "decode_threads": 0,
+            "decode_workers": 0,
             "prefetch_mb": 1,
         }
         for key, least in at_least.items():

@@ -12,19 +12,25 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
 import torch
 
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DatasetError
 from draftmill.manifests.reader import ShardReader
 from draftmill.manifests.target import TargetModel, check_target_layer_ids, extraction_layer_ids
+from draftmill.trainer import checkpoint
+from draftmill.trainer.checkpoint import Position
+from draftmill.trainer.devices import joined
 from draftmill.trainer.draft_model import create_draft, save_draft
 from draftmill.trainer.finetune import OnNote, Start, open_checkpoint
 from draftmill.trainer.interrupt import interruptible
-from draftmill.trainer.loop import Loop, OnTrainProgress, device_of
-from draftmill.trainer.plan import Plan, load_plan, make_plan, save_plan
+from draftmill.trainer.loop import Loop, OnTrainProgress
+from draftmill.trainer.plan import Plan, load_plan, make_plan, next_epoch, save_plan
+from draftmill.trainer.plan import grow as grow_plan
 from draftmill.trainer.rows import StatesShape
 from draftmill.trainer.run_folder import bind_run, locked_run
+from draftmill.trainer.runlog import RunLog
 from draftmill.trainer.settings import Finetune, TrainSettings
 from draftmill.trainer.vocab import VocabMapping, load_mapping, make_vocab, save_mapping
 
@@ -64,12 +70,15 @@ def train(
     target_layer_ids: Sequence[int],
     output: Path,
     finetune: Finetune | None = None,
+    grow: bool = False,
     on_progress: OnTrainProgress | None = None,
     note: OnNote = lambda _: None,
 ) -> TrainReport:
     """Train a draft for `target` on what the dataset holds, or go on with the run in `output`.
 
-    With `finetune` it starts from that checkpoint. `note` is told what a person should know.
+    With `finetune` it starts from that checkpoint. A run that goes on keeps to the samples that it
+    began with; with `grow` it takes in those added since, from its next epoch on. `note` is told
+    what a person should know. Under `torchrun` all processes call this and share the work.
 
     The first SIGINT or SIGTERM saves a checkpoint and returns with `interrupted` set. After a
     SIGKILL the run goes on from its last checkpoint: the same batches, and on a CPU the same
@@ -86,25 +95,34 @@ def train(
             finetune, settings, target=target, target_layer_ids=target_layer_ids, note=note
         )
         settings = start.settings
-    with locked_run(output), ExitStack() as stack:
-        origin = None if start is None else start.digest
-        plan = _bound_plan(dataset, settings, target, target_layer_ids, output, origin)
-        vocab = _vocab(dataset, settings, target, output, start)
+    with joined(settings) as group, ExitStack() as stack:
+
+        def prepare() -> tuple[Plan, VocabMapping]:
+            if group.leads:
+                stack.enter_context(locked_run(output))
+            origin = None if start is None else start.digest
+            plan = _bound_plan(
+                dataset, settings, target, target_layer_ids, output, origin, grow and group.leads
+            )
+            return plan, _vocab(dataset, settings, target, output, start)
+
+        plan, vocab = group.in_turn(prepare)
         shards = stack.enter_context(closing(ShardReader(Path(dataset))))
         _check_layers(shards, plan, target, target_layer_ids)
-        device = device_of(settings)
         loop = Loop(
-            create_draft(target, target_layer_ids, vocab, settings, device=device)
+            create_draft(target, target_layer_ids, vocab, settings, device=group.device)
             if start is None
-            else start.draft(vocab, target, device=device, note=note),
+            else start.draft(vocab, target, device=group.device, note=note),
             plan,
             settings,
             reader=shards,
             shape=StatesShape(layers=len(target_layer_ids) + 1, hidden_size=target.hidden_size),
             output=output,
+            group=group,
         )
-        stack.callback(loop.log.close)
-        _log_start(loop, vocab)
+        if loop.log is not None:
+            stack.callback(loop.log.close)
+            _log_start(loop.log, loop, vocab)
         stop = stack.enter_context(interruptible())
         interrupted = loop.run(stop, on_progress)
     position = loop.position
@@ -150,6 +168,7 @@ def _bound_plan(
     target_layer_ids: Sequence[int],
     output: Path,
     finetuned_from: str | None,
+    grow: bool,
 ) -> Plan:
     """The run's plan. A new one is made before the folder is bound to it: a refusal leaves none."""
     # The database is closed again at once: while it is open, nobody can write the dataset.
@@ -158,11 +177,25 @@ def _bound_plan(
     path = output / "plan.parquet"
     if path.exists():
         bind_run(output, settings, target, target_layer_ids, finetuned_from)
-        return load_plan(path, table, settings.max_seq_len)
+        plan = load_plan(path, table, settings.max_seq_len)
+        return _grown(plan, table, settings, output) if grow else plan
     plan = make_plan(table, settings)
     bind_run(output, settings, target, target_layer_ids, finetuned_from)
     save_plan(plan, path)
     return plan
+
+
+def _grown(plan: Plan, table: pa.Table, settings: TrainSettings, output: Path) -> Plan:
+    """The plan with the samples that were added since, frozen again before any of them is used."""
+    found = checkpoint.latest(output)
+    position = Position() if found is None else found[0]
+    if position.step >= plan.steps:
+        return plan
+    epoch, row = next_epoch(plan, settings, position.cursor)
+    grown = grow_plan(plan, table, settings, epoch=epoch, row=row)
+    if grown is not plan:
+        save_plan(grown, output / "plan.parquet")
+    return grown
 
 
 def _vocab(
@@ -200,9 +233,9 @@ def _check_layers(
         )
 
 
-def _log_start(loop: Loop, vocab: VocabMapping) -> None:
+def _log_start(log: RunLog, loop: Loop, vocab: VocabMapping) -> None:
     plan = loop.plan
-    loop.log.write(
+    log.write(
         "start",
         loop.position.step,
         steps=plan.steps,
@@ -215,6 +248,7 @@ def _log_start(loop: Loop, vocab: VocabMapping) -> None:
         nothing_supervised=plan.nothing_supervised,
         draft_vocab_size=vocab.size,
         coverage=vocab.coverage,
-        device=loop.device,
+        device=loop.group.device,
+        processes=loop.group.size,
         torch=torch.__version__,
     )

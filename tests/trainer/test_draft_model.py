@@ -17,6 +17,7 @@ from speculators.models.eagle3.attention import create_combined_mask_mod
 from draftmill.manifests.errors import ConfigError, DamagedError
 from draftmill.manifests.target import TargetModel
 from draftmill.trainer.data import Cursor, Row
+from draftmill.trainer.devices import Group
 from draftmill.trainer.draft_forms import read_draft
 from draftmill.trainer.draft_model import (
     DraftModel,
@@ -24,11 +25,11 @@ from draftmill.trainer.draft_model import (
     create_draft,
     forward,
     load_draft,
-    restore_trained_state,
     save_draft,
     trained_state,
 )
 from draftmill.trainer.draft_shape import decoder_config
+from draftmill.trainer.engine import Engine
 from draftmill.trainer.rows import load_row
 from draftmill.trainer.settings import TrainSettings
 from draftmill.trainer.vocab import VocabMapping, build_mapping
@@ -203,18 +204,17 @@ def test_every_weight_is_accounted_for(
         load_draft(read_draft(tmp_path), target, SETTINGS)
 
 
-def test_trained_state_of_another_model_is_refused(
-    target: TargetModel, vocab: VocabMapping
-) -> None:
-    model = make(target, vocab)
-    state = {name: tensor.clone() for name, tensor in trained_state(model).items()}
+def test_state_of_another_model_is_refused(target: TargetModel, vocab: VocabMapping) -> None:
+    engine = Engine(make(target, vocab), SETTINGS, Group())
+    state = engine.state()
+    state["weights"] = {name: tensor.clone() for name, tensor in state["weights"].items()}
     with torch.no_grad():
-        model.fc.weight.zero_()
-    restore_trained_state(model, state)
-    assert torch.equal(model.fc.weight, state["fc.weight"])
-    del state["fc.weight"]
+        engine.model.fc.weight.zero_()
+    engine.restore(state)
+    assert torch.equal(engine.model.fc.weight, state["weights"]["fc.weight"])
+    del state["weights"]["fc.weight"]
     with pytest.raises(DamagedError, match="other parameters"):
-        restore_trained_state(model, state)
+        engine.restore(state)
 
 
 def shape_of(config: dict, tmp_path: Path, **facts: int):

@@ -5,6 +5,7 @@ the same list of figures, as a table or as JSON. The measuring is in the module 
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
+
+from draftmill.manifests.sizes import parse_size
 
 Figures = Sequence[Mapping[str, Any]]  # name, value, unit, baseline, ratio
 
@@ -47,6 +50,51 @@ def shards_command(states: str | None, rounds: int, as_json: bool) -> None:
     from draftmill.tools.bench import shards
 
     show(shards.run(Path(states) if states else None, rounds=rounds), as_json=as_json)
+
+
+@bench_command.command("loader")
+@click.option("--states", metavar="FILE", help="A .npy of bf16 bit patterns, uint16 [T, L, H].")
+@click.option("--size", default="512MiB", show_default=True, help="Of the states, in bf16.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="cuda: also train a draft from shards, and from batches that the GPU holds.",
+)
+@click.option("--threads", default=2, show_default=True, type=click.IntRange(min=1))
+@click.option("--steps", default=200, show_default=True, type=click.IntRange(min=1))
+@click.option("--folder", metavar="DIR", help="Where the samples are made; on the disk to measure.")
+@_common
+def loader_command(
+    states: str | None,
+    size: str,
+    device: str,
+    threads: int,
+    steps: int,
+    folder: str | None,
+    rounds: int,
+    as_json: bool,
+) -> None:
+    """The training loader against speculators' files, on samples made for it at SmolLM2's sizes.
+
+    
+    draftmill bench loader
+    draftmill bench loader --device cuda --size 4GiB --threads 8 --folder /data
+    """
+    from draftmill.tools.bench import loader, loader_data
+
+    options = loader.LoaderBench(
+        bench=loader_data.Bench(
+            raw_bytes=parse_size(size), states_file=Path(states) if states else None
+        ),
+        rounds=rounds,
+        threads=threads,
+        device=device,
+        steps=steps,
+    )
+    with tempfile.TemporaryDirectory(prefix="draftmill-bench-", dir=folder) as scratch:
+        show(loader.run(options, Path(scratch)), as_json=as_json)
 
 
 def show(found: Figures, *, as_json: bool) -> None:
