@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from draftmill.builder.sources.conversations import FORMATS, TURNS, Format, Turns
-from draftmill.builder.sources.read import SourceError, read_source
+from draftmill.builder.sources.read import SourceError, read_source, source_name
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import SourceFileError
 from draftmill.manifests.types import Prompt
@@ -67,6 +67,7 @@ def add_source(
     help="Form of the rows.",
 )
 @click.option("--name", help="Name of the source in the dataset (default: the file's name).")
+@click.option("--license", "licence", help="Licence of the sources, for the model card.")
 @click.option("--limit", type=click.IntRange(min=1), help="At most so many prompts per source.")
 @click.option(
     "--turns",
@@ -80,6 +81,7 @@ def add_command(
     sources: tuple[str, ...],
     format: Format,
     name: str | None,
+    licence: str | None,
     limit: int | None,
     turns: Turns,
 ) -> None:
@@ -99,6 +101,8 @@ def add_command(
             report, skipped = add_source(
                 writer, source, format=format, name=name, limit=limit, turns=turns
             )
+            if licence:
+                writer.set_license(name or source_name(Path(source)), licence)
             click.echo(
                 f"{source}: {report.added:,} added, {report.known:,} known already, "
                 f"{skipped:,} skipped"

@@ -1,8 +1,8 @@
 """Trains a draft model from a dataset's shards: what the command line calls.
 
 Owns the run's folder: run.json (the settings it is bound to), plan.parquet, vocab/,
-log.jsonl, checkpoints/ and, once training is done, the draft itself at its top. The loop is
-`loop`'s.
+log.jsonl, checkpoints/ and, once training is done, the draft itself at its top with its model card
+and a plot. The loop is `loop`'s.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
+from draftmill.manifests import files
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DatasetError
 from draftmill.manifests.reader import ShardReader
@@ -26,11 +27,13 @@ from draftmill.trainer.draft_model import create_draft, save_draft
 from draftmill.trainer.finetune import OnNote, Start, open_checkpoint
 from draftmill.trainer.interrupt import interruptible
 from draftmill.trainer.loop import Loop, OnTrainProgress
+from draftmill.trainer.model_card import CARD_FILE, TRAINING_PLOT, describe_data, model_card
 from draftmill.trainer.plan import Plan, load_plan, make_plan, next_epoch, save_plan
 from draftmill.trainer.plan import grow as grow_plan
+from draftmill.trainer.plots import plot_training
 from draftmill.trainer.rows import StatesShape
 from draftmill.trainer.run_folder import bind_run, locked_run
-from draftmill.trainer.runlog import RunLog
+from draftmill.trainer.runlog import RunLog, read_log
 from draftmill.trainer.settings import Finetune, TrainSettings
 from draftmill.trainer.vocab import VocabMapping, load_mapping, make_vocab, save_mapping
 
@@ -124,8 +127,27 @@ def train(
             stack.callback(loop.log.close)
             _log_start(loop.log, loop, vocab)
         stop = stack.enter_context(interruptible())
+        before = loop.position.step
         interrupted = loop.run(stop, on_progress)
-    position = loop.position
+        position = loop.position
+        # Not again for a finished run: its card may have measurements in it by now.
+        stale = position.step > before or not (output / CARD_FILE).exists()
+        if group.leads and stale and not interrupted:
+            plot_training(read_log(output / "log.jsonl"), output / TRAINING_PLOT)
+            card = model_card(
+                target=target,
+                target_layer_ids=target_layer_ids,
+                settings=settings,
+                plan=plan,
+                vocab=vocab,
+                data=describe_data(dataset, plan),
+                steps=position.step,
+                tokens=position.tokens,
+                best_step=position.best_step,
+                validation=position.best_validation,
+                finetuned_from=None if finetune is None else Path(finetune.checkpoint).name,
+            )
+            files.write_atomic(output / CARD_FILE, card, "card")
     return TrainReport(
         output=output,
         step=position.step,
