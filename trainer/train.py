@@ -17,9 +17,8 @@ import torch
 
 from draftmill.manifests import files
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.errors import DatasetError
 from draftmill.manifests.reader import ShardReader
-from draftmill.manifests.target import TargetModel, check_target_layer_ids, extraction_layer_ids
+from draftmill.manifests.target import TargetModel, check_target_layer_ids
 from draftmill.trainer import checkpoint
 from draftmill.trainer.checkpoint import Position
 from draftmill.trainer.devices import joined
@@ -27,6 +26,7 @@ from draftmill.trainer.draft_model import create_draft, save_draft
 from draftmill.trainer.finetune import OnNote, Start, open_checkpoint
 from draftmill.trainer.interrupt import interruptible
 from draftmill.trainer.loop import Loop, OnTrainProgress
+from draftmill.trainer.match import check_dataset
 from draftmill.trainer.model_card import CARD_FILE, TRAINING_PLOT, describe_data, model_card
 from draftmill.trainer.plan import Plan, load_plan, make_plan, next_epoch, save_plan
 from draftmill.trainer.plan import grow as grow_plan
@@ -111,7 +111,6 @@ def train(
 
         plan, vocab = group.in_turn(prepare)
         shards = stack.enter_context(closing(ShardReader(Path(dataset))))
-        _check_layers(shards, plan, target, target_layer_ids)
         loop = Loop(
             create_draft(target, target_layer_ids, vocab, settings, device=group.device)
             if start is None
@@ -196,6 +195,7 @@ def _bound_plan(
     # The database is closed again at once: while it is open, nobody can write the dataset.
     with Dataset.open(dataset).reader() as reader:
         table = reader.trainable()
+        check_dataset(reader, table, target, target_layer_ids)
     path = output / "plan.parquet"
     if path.exists():
         bind_run(output, settings, target, target_layer_ids, finetuned_from)
@@ -239,20 +239,6 @@ def _vocab(
             found = start.vocabulary(dataset, target)
         save_mapping(found, path)
     return found
-
-
-def _check_layers(
-    shards: ShardReader, plan: Plan, target: TargetModel, target_layer_ids: Sequence[int]
-) -> None:
-    """The layers that the hidden states say they are must be those that the draft is told."""
-    content = shards.header("extract", plan.train.states_location(0)).content
-    stored = tuple(content.get("layer_ids") or ())
-    wanted = extraction_layer_ids(target_layer_ids, target.num_layers)
-    if stored and stored != wanted:
-        raise DatasetError(
-            f"The hidden states are of layers {list(stored)}, the draft is to use {list(wanted)} "
-            "(the last is the model's output). Extract again, or set target_layer_ids alike."
-        )
 
 
 def _log_start(log: RunLog, loop: Loop, vocab: VocabMapping) -> None:
