@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from draftmill.manifests.dataset import Dataset
@@ -128,3 +129,48 @@ def test_a_folder_of_another_model_is_refused(
     nowhere = replace(loaded, target=replace(loaded.target, path=""))
     with pytest.raises(UsageError, match="--target DIR"):
         target_facts(nowhere, None)
+
+
+def no_model(*_: object, **__: object) -> None:
+    raise AssertionError("a model was made for a run that cannot be")
+
+
+@pytest.mark.parametrize("cut", range(8, 12))
+def test_rows_that_supervise_nothing_are_refused_before_a_model_is_made(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    """T4: prompts of 12 tokens, of which a shorter cut leaves no answer."""
+    samples = [
+        tiny.Sample(np.arange(12, dtype=np.int32), s.completion, np.repeat(s.states[:1], 12 + len(
+            s.completion), axis=0), s.conversation)
+        for s in tiny.random_samples(6)
+    ]  # fmt: skip
+    path = tiny.build_dataset(tmp_path / "d", samples).path
+    monkeypatch.setattr("draftmill.trainer.train.create_draft", no_model)
+    with pytest.raises(DatasetError, match=f"6 supervise nothing within {cut} tokens"):
+        train(
+            path,
+            TrainSettings(max_seq_len=cut),
+            target=target,
+            target_layer_ids=tiny.LAYER_IDS,
+            output=tmp_path / "run",
+        )
+
+
+@pytest.mark.parametrize("ids", [(), (3,), (1, 3), (1, 2, 3, 5), (0, 1, 2, 3, 5)])
+def test_any_other_number_of_layers_than_three_is_refused_with_the_reason(
+    own: Path, target: TargetModel, tmp_path: Path, ids: tuple[int, ...]
+) -> None:
+    """T11, at init and at training: vLLM would not load the draft."""
+    settings = target_settings(str(target.folder), name="m")
+    with pytest.raises(ValueError, match="vllm#54526"):
+        replace(settings, target_layer_ids=ids)
+    with pytest.raises(ConfigError, match=r"exactly 3 auxiliary|distinct ids"):
+        train(
+            own,
+            TrainSettings(max_seq_len=60),
+            target=target,
+            target_layer_ids=ids,
+            output=tmp_path / "run",
+        )
+    assert not (tmp_path / "run").exists()
