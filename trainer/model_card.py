@@ -30,6 +30,8 @@ _BEGIN, _END = "<!-- accepted tokens: begin -->", "<!-- accepted tokens: end -->
 _NOT_MEASURED = "Not measured yet: `draftmill eval` fills this in."
 _PACKAGES = ("draftmill", "torch", "transformers", "speculators")
 _NOT_GIVEN = "not given"
+# Settings whose outcome stands in the card's own words.
+_SAID_ABOVE = ("draft_vocab_size", "epochs", "steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +98,8 @@ def model_card(
     parts = [
         _front_matter(target, flat),
         f"# EAGLE-3 draft for {target.name}",
-        f"A draft model for speculative decoding of `{target.name}`, trained by draftmill on the "
-        "target's own completions. It proposes tokens; the target checks them, so answers stay "
-        "the target's.",
+        f"A draft model for speculative decoding of `{target.name}`, trained by draftmill. It "
+        "proposes tokens; the target checks them, so answers stay the target's.",
         "## Serve it",
         "`DIR` is this folder:",
         f"    vllm serve {target.name} --speculative-config '{serving}'",
@@ -130,6 +131,7 @@ def model_card(
                 for part in data.sources
             ],
         ),
+        "Completions are the target's own, but for those of off-policy samples.",
         f"{plan.cut:,} samples were cut at {settings.max_seq_len:,} tokens; "
         f"{plan.nothing_supervised:,} were left out because they supervise nothing.",
         *_stages(data),
@@ -148,7 +150,11 @@ def model_card(
                 ("finetuned from", _plain(finetuned_from or "nothing: trained from scratch")),
                 ("steps", f"{steps:,}"),
                 ("tokens seen", f"{tokens:,}"),
-                *((name, _plain(value)) for name, value in sorted(settings.binding().items())),
+                *(
+                    (name, _plain(value))
+                    for name, value in sorted(settings.binding().items())
+                    if name not in _SAID_ABOVE
+                ),
             ],
         ),
         "## Fingerprints and versions",

@@ -93,9 +93,15 @@ def train(
     """
     check_target_layer_ids(target_layer_ids, target.num_layers)
     start = None
+    notes: list[str] = []
+
+    def tell(text: str) -> None:
+        notes.append(text)
+        note(text)
+
     if finetune is not None:
         start = open_checkpoint(
-            finetune, settings, target=target, target_layer_ids=target_layer_ids, note=note
+            finetune, settings, target=target, target_layer_ids=target_layer_ids, note=tell
         )
         settings = start.settings
     with joined(settings) as group, ExitStack() as stack:
@@ -114,7 +120,7 @@ def train(
         loop = Loop(
             create_draft(target, target_layer_ids, vocab, settings, device=group.device)
             if start is None
-            else start.draft(vocab, target, device=group.device, note=note),
+            else start.draft(vocab, target, device=group.device, note=tell),
             plan,
             settings,
             reader=shards,
@@ -124,7 +130,7 @@ def train(
         )
         if loop.log is not None:
             stack.callback(loop.log.close)
-            _log_start(loop.log, loop, vocab)
+            _log_start(loop.log, loop, vocab, notes)
         stop = stack.enter_context(interruptible())
         before = loop.position.step
         interrupted = loop.run(stop, on_progress)
@@ -144,7 +150,7 @@ def train(
                 tokens=position.tokens,
                 best_step=position.best_step,
                 validation=position.best_validation,
-                finetuned_from=None if finetune is None else Path(finetune.checkpoint).name,
+                finetuned_from=None if finetune is None else finetune.name,
             )
             files.write_atomic(output / CARD_FILE, card, "card")
     return TrainReport(
@@ -241,7 +247,7 @@ def _vocab(
     return found
 
 
-def _log_start(log: RunLog, loop: Loop, vocab: VocabMapping) -> None:
+def _log_start(log: RunLog, loop: Loop, vocab: VocabMapping, notes: Sequence[str]) -> None:
     plan = loop.plan
     log.write(
         "start",
@@ -258,5 +264,6 @@ def _log_start(log: RunLog, loop: Loop, vocab: VocabMapping) -> None:
         coverage=vocab.coverage,
         device=loop.group.device,
         processes=loop.group.size,
+        notes=notes,
         torch=torch.__version__,
     )
