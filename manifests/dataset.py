@@ -173,6 +173,10 @@ class DatasetReader:
         """The result of a query over the manifest's tables."""
         return self.manifest.user_query(query)
 
+    def meta(self, key: str) -> str | None:
+        """A value of the manifest's table `meta`, None when it has none."""
+        return self.manifest.meta(key)
+
     def extracted(self) -> pa.Table:
         """Every sample that can be trained on, in id order, with where its records lie."""
         return self.manifest.table(

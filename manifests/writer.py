@@ -252,6 +252,11 @@ class DatasetWriter:
         with self.lock:
             self.manifest.add_control(rows)
 
+    def set_license(self, source: str, text: str) -> None:
+        """Note the licence of a source as its owner gave it; model cards show it."""
+        with self.lock, self.manifest.transaction("license"):
+            self.manifest.set_meta(f"license.{source}", text)
+
     def settings_of(self, stage: str) -> dict[str, Any]:
         """The settings that the dataset's samples of a stage were made with; {} before any."""
         with self.lock:

@@ -45,6 +45,7 @@ def add_source(writer: DatasetWriter, source: str, *, name: str) -> SourceReport
 @click.argument("sources", nargs=-1, metavar="[SOURCE...]")
 @click.option("--format", type=click.Choice(FORMATS), help="Form of the rows. Default: auto.")
 @click.option("--name", help="Name of the source in the dataset (default: the file's name).")
+@click.option("--license", help="Licence of the source's texts; model cards show it.")
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
@@ -66,6 +67,7 @@ def add_command(
     sources: tuple[str, ...],
     format: Format | None,
     name: str | None,
+    license: str | None,
     limit: int | None,
     turns: Turns | None,
     mode: Mode | None,
@@ -80,7 +82,7 @@ def add_command(
     Without SOURCE, all [[sources]] in config.toml are added, each up to its limit and together up
     to max_prompts, in the proportion of their weights.
     """
-    given = {"name": name, "format": format, "turns": turns, "mode": mode}
+    given = {"name": name, "format": format, "turns": turns, "mode": mode, "license": license}
     given = {key: value for key, value in given.items() if value is not None}
     opened = Dataset.open(dataset)
     settings = load(opened)
@@ -101,6 +103,9 @@ def add_command(
             )
     with opened.writer(**writer_options(opened, settings)) as writer:
         reports = add_sources(writer, chosen, folder=folder, total=total, on_error=Skipped())
+        for source in chosen:
+            if source.license:
+                writer.set_license(source.label, source.license)
         pending = writer.count("pending")
     for source, report in zip(chosen, reports, strict=True):
         click.echo(_line(source.path if sources else report.name, report))

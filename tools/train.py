@@ -9,7 +9,7 @@ import click
 
 from draftmill.builder.progress import Progress
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.errors import UsageError
+from draftmill.manifests.errors import ConfigError, UsageError
 from draftmill.manifests.target import TargetModel
 from draftmill.tools.render import Display, duration, say
 from draftmill.tools.settings import Settings, load
@@ -24,7 +24,15 @@ def target_facts(settings: Settings, path: str | None) -> TargetModel:
             f"this needs the folder of {settings.target.model} (its config, embeddings and head): "
             "--target DIR, or `path` under [target] in config.toml"
         )
-    return TargetModel.from_folder(Path(folder), name=settings.target.model)
+    facts = TargetModel.from_folder(Path(folder), name=settings.target.model)
+    for key in ("hidden_size", "num_layers", "vocab_size"):
+        mine, theirs = getattr(settings.target, key), getattr(facts, key)
+        if mine != theirs:
+            raise ConfigError(
+                f"{folder} is not the target of this dataset: {key} is {theirs} there and {mine} "
+                "under [target] in config.toml"
+            )
+    return facts
 
 
 @click.command("vocab")

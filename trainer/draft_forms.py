@@ -29,7 +29,7 @@ LAYER_KEY = "eagle_aux_hidden_state_layer_ids"
 _FLAT_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 # Switches of EAGLE-3 that both forms call alike; a flat config that is silent means off.
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# Where vLLM computes a switch and SGLang's class for flat drafts does not know it.
+# vLLM computes them; SGLang's class for flat drafts came later to them (sglang#32334), or not yet.
 _UNKNOWN_TO_SGLANG = ("norm_before_residual", "norm_before_fc")
 _DECODER_KEYS = (
     "attention_bias",
@@ -256,7 +256,8 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def flat_limits(config: Mapping[str, Any]) -> list[str]:
     """What a flat draft cannot say to SGLang; vLLM understands all of it."""
     notes = [
-        f"SGLang does not compute {name} of flat drafts: serve this one with vLLM"
+        f"SGLang releases without {name} would ignore it silently: serve this draft with vLLM, "
+        "or measure it there first"
         for name in _UNKNOWN_TO_SGLANG
         if config.get(name)
     ]

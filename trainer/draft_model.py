@@ -127,7 +127,9 @@ def speculators_files(
             context=target.max_position_embeddings,
         )
     _check_weights(config, files.weights, files.folder)
-    return _config_dict(config, files.config.get("dtype")), dict(files.weights)
+    # What is stored, which is not always what a config says.
+    dtype = str(files.weights["fc.weight"].dtype).removeprefix("torch.")
+    return _config_dict(config, dtype), dict(files.weights)
 
 
 def _made_for(name: str, architectures: Sequence[str], draft_tokens: int) -> SpeculatorsConfig:
@@ -295,7 +297,7 @@ def save_draft(
     write_draft(_config_dict(model.config, "bfloat16"), written, folder, form)
 
 
-def _config_dict(config: Eagle3SpeculatorConfig, dtype: str | None) -> dict[str, Any]:
+def _config_dict(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
     found: dict[str, Any] = config.to_dict()
-    found["dtype"] = found["transformer_layer_config"]["dtype"] = dtype or "bfloat16"
+    found["dtype"] = found["transformer_layer_config"]["dtype"] = dtype
     return found

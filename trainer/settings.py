@@ -161,3 +161,9 @@ class Finetune:
     new_vocab: bool = False
     layer_ids: tuple[int, ...] | None = None
     other_target: bool = False
+
+    @property
+    def name(self) -> str:
+        """How the draft is called: its name where it has one, else its folder's; no local path."""
+        path = Path(self.checkpoint)
+        return path.resolve().name if path.is_dir() else str(self.checkpoint)

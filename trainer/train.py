@@ -1,8 +1,8 @@
 """Trains a draft model from a dataset's shards: what the command line calls.
 
 Owns the run's folder: run.json (the settings it is bound to), plan.parquet, vocab/,
-log.jsonl, checkpoints/ and, once training is done, the draft itself at its top. The loop is
-`loop`'s.
+log.jsonl, checkpoints/ and, once training is done, the draft itself at its top with its model card
+and a plot. The loop is `loop`'s.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
+from draftmill.manifests import files
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.errors import DatasetError
 from draftmill.manifests.reader import ShardReader
-from draftmill.manifests.target import TargetModel, check_target_layer_ids, extraction_layer_ids
+from draftmill.manifests.target import TargetModel, check_target_layer_ids
 from draftmill.trainer import checkpoint
 from draftmill.trainer.checkpoint import Position
 from draftmill.trainer.devices import joined
@@ -26,11 +26,14 @@ from draftmill.trainer.draft_model import create_draft, save_draft
 from draftmill.trainer.finetune import OnNote, Start, open_checkpoint
 from draftmill.trainer.interrupt import interruptible
 from draftmill.trainer.loop import Loop, OnTrainProgress
+from draftmill.trainer.match import check_dataset
+from draftmill.trainer.model_card import CARD_FILE, TRAINING_PLOT, describe_data, model_card
 from draftmill.trainer.plan import Plan, load_plan, make_plan, next_epoch, save_plan
 from draftmill.trainer.plan import grow as grow_plan
+from draftmill.trainer.plots import plot_training
 from draftmill.trainer.rows import StatesShape
 from draftmill.trainer.run_folder import bind_run, locked_run
-from draftmill.trainer.runlog import RunLog
+from draftmill.trainer.runlog import RunLog, read_log
 from draftmill.trainer.settings import Finetune, TrainSettings
 from draftmill.trainer.vocab import VocabMapping, load_mapping, make_vocab, save_mapping
 
@@ -90,9 +93,15 @@ def train(
     """
     check_target_layer_ids(target_layer_ids, target.num_layers)
     start = None
+    notes: list[str] = []
+
+    def tell(text: str) -> None:
+        notes.append(text)
+        note(text)
+
     if finetune is not None:
         start = open_checkpoint(
-            finetune, settings, target=target, target_layer_ids=target_layer_ids, note=note
+            finetune, settings, target=target, target_layer_ids=target_layer_ids, note=tell
         )
         settings = start.settings
     with joined(settings) as group, ExitStack() as stack:
@@ -108,11 +117,10 @@ def train(
 
         plan, vocab = group.in_turn(prepare)
         shards = stack.enter_context(closing(ShardReader(Path(dataset))))
-        _check_layers(shards, plan, target, target_layer_ids)
         loop = Loop(
             create_draft(target, target_layer_ids, vocab, settings, device=group.device)
             if start is None
-            else start.draft(vocab, target, device=group.device, note=note),
+            else start.draft(vocab, target, device=group.device, note=tell),
             plan,
             settings,
             reader=shards,
@@ -122,10 +130,29 @@ def train(
         )
         if loop.log is not None:
             stack.callback(loop.log.close)
-            _log_start(loop.log, loop, vocab)
+            _log_start(loop.log, loop, vocab, notes)
         stop = stack.enter_context(interruptible())
+        before = loop.position.step
         interrupted = loop.run(stop, on_progress)
-    position = loop.position
+        position = loop.position
+        # Not again for a finished run: its card may have measurements in it by now.
+        stale = position.step > before or not (output / CARD_FILE).exists()
+        if group.leads and stale and not interrupted:
+            plot_training(read_log(output / "log.jsonl"), output / TRAINING_PLOT)
+            card = model_card(
+                target=target,
+                target_layer_ids=target_layer_ids,
+                settings=settings,
+                plan=plan,
+                vocab=vocab,
+                data=describe_data(dataset, plan),
+                steps=position.step,
+                tokens=position.tokens,
+                best_step=position.best_step,
+                validation=position.best_validation,
+                finetuned_from=None if finetune is None else finetune.name,
+            )
+            files.write_atomic(output / CARD_FILE, card, "card")
     return TrainReport(
         output=output,
         step=position.step,
@@ -174,6 +201,7 @@ def _bound_plan(
     # The database is closed again at once: while it is open, nobody can write the dataset.
     with Dataset.open(dataset).reader() as reader:
         table = reader.trainable()
+        check_dataset(reader, table, target, target_layer_ids)
     path = output / "plan.parquet"
     if path.exists():
         bind_run(output, settings, target, target_layer_ids, finetuned_from)
@@ -219,21 +247,7 @@ def _vocab(
     return found
 
 
-def _check_layers(
-    shards: ShardReader, plan: Plan, target: TargetModel, target_layer_ids: Sequence[int]
-) -> None:
-    """The layers that the hidden states say they are must be those that the draft is told."""
-    content = shards.header("extract", plan.train.states_location(0)).content
-    stored = tuple(content.get("layer_ids") or ())
-    wanted = extraction_layer_ids(target_layer_ids, target.num_layers)
-    if stored and stored != wanted:
-        raise DatasetError(
-            f"The hidden states are of layers {list(stored)}, the draft is to use {list(wanted)} "
-            "(the last is the model's output). Extract again, or set target_layer_ids alike."
-        )
-
-
-def _log_start(log: RunLog, loop: Loop, vocab: VocabMapping) -> None:
+def _log_start(log: RunLog, loop: Loop, vocab: VocabMapping, notes: Sequence[str]) -> None:
     plan = loop.plan
     log.write(
         "start",
@@ -250,5 +264,6 @@ def _log_start(log: RunLog, loop: Loop, vocab: VocabMapping) -> None:
         coverage=vocab.coverage,
         device=loop.group.device,
         processes=loop.group.size,
+        notes=notes,
         torch=torch.__version__,
     )

@@ -25,6 +25,7 @@ class SourceSettings:
         "", "File or folder with prompts. A relative path starts at the dataset's folder."
     )
     name: str = _setting("", "Name of the source in the dataset. Empty: the file's name.")
+    license: str = _setting("", "Licence of its texts, as its owner gives it; model cards show it.")
     format: Format = field(
         default="auto",
         metadata={"help": 'Form of the rows: "auto", "messages", "sharegpt" or "prompt".'},

@@ -47,6 +47,22 @@ def test_there_and_back_is_the_same(
     assert contents(back) == contents(ours)
 
 
+def test_the_config_says_the_type_that_the_weights_have(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    for dtype in (torch.float16, torch.float32, torch.bfloat16):
+        weights = {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in drafts.flat_weights(target, drafts.some_ids(target, 96)).items()
+        }
+        word = str(dtype).removeprefix("torch.")
+        theirs = drafts.write(tmp_path / word, drafts.flat_config(target, 96), weights, "bin")
+        for form in ("flat", "speculators"):
+            out = convert_draft(theirs, tmp_path / f"{word}-{form}", form, target=target)  # type: ignore[arg-type]
+            assert json.loads((out / "config.json").read_text())["dtype"] == word
+            assert load_file(out / "model.safetensors")["fc.weight"].dtype == dtype
+
+
 def test_a_foreign_draft_becomes_one_of_speculators(target: TargetModel, tmp_path: Path) -> None:
     ids = drafts.some_ids(target, 96)
     weights = drafts.flat_weights(target, ids)
@@ -71,7 +87,7 @@ def test_a_foreign_draft_becomes_one_of_speculators(target: TargetModel, tmp_pat
 def test_what_sglang_reads_otherwise_is_said(ours: Path, tmp_path: Path) -> None:
     notes: list[str] = []
     convert_draft(ours, tmp_path / "flat", "flat", note=notes.append)
-    assert any("SGLang does not compute norm_before_fc" in note for note in notes)
+    assert any("SGLang releases without norm_before_fc" in note for note in notes)
 
 
 def test_a_draft_with_faults_is_not_converted(target: TargetModel, tmp_path: Path) -> None:

@@ -199,6 +199,7 @@ def opened(target: TargetModel, finetune: Finetune) -> list[str]:
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 5]}}, [2, 3, 5]),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, [2, 4, 5]),
         ({"eagle_config": {}, "target_layer_ids": [1, 2, 4]}, [2, 3, 5]),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 5]}, [1, 2, 3, 5]),
     ],
 )
 def test_other_layers_than_the_datasets_are_refused_with_both_lists(
