@@ -13,6 +13,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from draftmill.tools.bench.experiments.command import on_policy_command, precision_command
+
 Figures = Sequence[Mapping[str, Any]]  # name, value, unit, baseline, ratio
 
 
@@ -65,3 +67,7 @@ def _table(found: Figures) -> Table:
         cells = (row["name"], row["value"], row["unit"], row["baseline"], row["ratio"])
         table.add_row(*(f"{c:,.3g}" if isinstance(c, float) else str(c or "") for c in cells))
     return table
+
+
+bench_command.add_command(precision_command)
+bench_command.add_command(on_policy_command)
