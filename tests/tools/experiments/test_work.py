@@ -14,9 +14,9 @@ import pytest
 
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DraftmillError, SettingsMismatch, UsageError
-from draftmill.manifests.types import Location
+from draftmill.manifests.types import Location, Prompt
 from draftmill.tools.bench.experiments import docstrings, drafts, on_policy
-from draftmill.tools.bench.experiments.precision import CODECS, EXACT, Precision
+from draftmill.tools.bench.experiments.precision import CODECS, EXACT, Precision, split
 from draftmill.tools.bench.experiments.size import SMALL, ExperimentSize, Machine
 from draftmill.tools.bench.experiments.work import HUMAN, Work, run_steps
 from draftmill.tools.init import create
@@ -158,6 +158,30 @@ def test_validation_states_stay_exact_in_every_dataset(make_work: MakeWork) -> N
     assert len(prints) == 1  # the trainer cannot tell them apart but by their states
     sizes = [facts[f"bytes per token {codec}"] for codec in CODECS]
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_answers_of_others_are_no_part_of_it(make_work: MakeWork) -> None:
+    samples = tiny.random_samples(30)
+    work = make_work()
+    fill(work, samples[:20])
+    with work.samples.writer() as writer:
+        writer.add_prompts(
+            Prompt(
+                hash=f"given{number}",
+                conversation="{}",
+                source=HUMAN,
+                row=number,
+                conversation_id=sample.conversation,
+                off_policy=True,
+            )
+            for number, sample in enumerate(samples[20:])
+        )
+        pending = writer.pending(0, 99)
+        writer.commit([tiny._generated(p, s) for p, s in zip(pending, samples[20:], strict=True)])
+        generated = writer.generated(0, 99)
+        writer.commit([tiny._extracted(g, s) for g, s in zip(generated, samples[20:], strict=True)])
+    parts = split(work.samples, sample_tokens=SIZE.sample_tokens, validation=SIZE.validation)
+    assert sorted((*parts.train, *parts.validation)) == list(range(1, 21))
 
 
 def test_something_must_be_exact(make_work: MakeWork) -> None:

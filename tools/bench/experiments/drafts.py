@@ -16,7 +16,7 @@ from typing import Any
 
 from draftmill.builder.serving.command import ServeSettings
 from draftmill.builder.serving.log import last_line
-from draftmill.manifests.errors import DraftmillError
+from draftmill.manifests.errors import DraftmillError, ServerError
 from draftmill.tools.bench.experiments.report import Arm, Measured
 from draftmill.tools.bench.experiments.work import Work
 from draftmill.tools.evaluate import document, evaluate_with_server, held_out
@@ -114,6 +114,11 @@ async def _measure(work: Work, draft: Draft, serve: ServeSettings) -> None:
         max_tokens=work.size.eval_tokens,
         concurrency=work.size.in_flight,
     )
+    if found.failed:
+        raise ServerError(
+            f"{draft.name}: {found.failed} held-out prompts failed, so it is not comparable; "
+            "run the command again"
+        )
     result = {**document(found, None), "validation": best_validation(folder)}
     work.log.put(draft.name, result)
     say(f"    {draft.name}: {result['accepted_per_step']:.3f} accepted tokens per step")
