@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftmill.manifests.sizes import parse_size
+from draftmill.tools.bench.experiments.command import on_policy_command, precision_command
 
 Figures = Sequence[Mapping[str, Any]]  # name, value, unit, baseline, ratio
 
@@ -113,3 +114,7 @@ def _table(found: Figures) -> Table:
         cells = (row["name"], row["value"], row["unit"], row["baseline"], row["ratio"])
         table.add_row(*(f"{c:,.3g}" if isinstance(c, float) else str(c or "") for c in cells))
     return table
+
+
+bench_command.add_command(precision_command)
+bench_command.add_command(on_policy_command)
