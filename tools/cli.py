@@ -33,6 +33,8 @@ COMMANDS = {
     "vocab": "train",
     "train": "train",
     "eval": "evaluate",
+    "export": "exchange",
+    "import": "exchange",
     "doctor": "doctor",
     "bench": "bench.command",
 }
