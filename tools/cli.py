@@ -35,6 +35,8 @@ COMMANDS = {
     "convert": "convert",
     "speculators-train": "speculators_train",
     "eval": "evaluate",
+    "export": "exchange",
+    "import": "exchange",
     "doctor": "doctor",
     "bench": "bench.command",
 }

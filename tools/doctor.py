@@ -8,9 +8,11 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -19,7 +21,9 @@ from draftmill.builder.requests.client import TargetClient
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DraftmillError, RequestError, ServerError
 from draftmill.manifests.sizes import format_size
+from draftmill.tools import canary
 from draftmill.tools.settings import Settings, load, staging_folder
+from draftmill.tools.stages import WEIGHTS, weights_folder
 
 # Versions that the tests of this release run against; others may work.
 TESTED = {
@@ -35,6 +39,7 @@ _SLOW_BYTES_PER_S = 100e6
 _LOW_FREE_BYTES = 20e9
 _FEW_FILES = 4096
 _PROBE_POLLS = 50
+Look = Callable[[TargetClient], Awaitable[list[dict[str, Any]]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +156,9 @@ async def _probe_file(path: str, url: str, staging: Path | None) -> Finding:
     )
 
 
-async def server(url: str, model: str | None, staging: Path | None = None) -> list[Finding]:
+async def server(
+    url: str, model: str | None, staging: Path | None = None, look: Look | None = None
+) -> list[Finding]:
     """What a server says and does: reachable, right model, token ids, and which stage it serves."""
     findings: list[Finding] = []
     async with TargetClient(url, model=model) as client:
@@ -189,6 +196,8 @@ async def server(url: str, model: str | None, staging: Path | None = None) -> li
             )
         else:
             findings.append(await _probe_file(path, url, staging))
+            if look is not None:
+                findings += [Finding(**found) for found in await look(client)]
         if await client.metrics() is None:
             findings.append(
                 Finding(
@@ -221,9 +230,14 @@ def run(checks: list[Callable[[], Iterator[Finding] | list[Finding]]]) -> int:
 @click.argument("dataset", required=False)
 @click.option("--url", "urls", multiple=True, metavar="URL", help="A server to look at.")
 @click.option("--model", help="The model that the servers are to serve.")
+@WEIGHTS
 @click.pass_context
 def doctor_command(
-    ctx: click.Context, dataset: str | None, urls: tuple[str, ...], model: str | None
+    ctx: click.Context,
+    dataset: str | None,
+    urls: tuple[str, ...],
+    model: str | None,
+    weights: str | None,
 ) -> None:
     """Look for what would stop a run: versions, limits, disk, servers.
 
@@ -232,13 +246,15 @@ def doctor_command(
     """
     checks: list[Callable[[], Iterator[Finding] | list[Finding]]] = [versions, machine]
     staging: Path | None = None
+    look: Look | None = None
     if dataset:
         opened = Dataset.open(dataset)
-        settings = load(opened)
+        settings = load(opened, target={"path": weights_folder(weights)})
+        look = partial(canary.look, dataset=opened, settings=settings)
         model = model or settings.generate.model or settings.target.model
         staging = staging_folder(opened, settings)
         checks.append(lambda: disk(opened, settings))
     for url in urls:
-        checks.append(lambda url=url: asyncio.run(server(url, model, staging)))  # type: ignore[misc]
+        checks.append(lambda url=url: asyncio.run(server(url, model, staging, look)))  # type: ignore[misc]
     if run(checks):
         ctx.exit(1)

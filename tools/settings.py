@@ -156,8 +156,12 @@ def staging_folder(dataset: Dataset, settings: Settings) -> Path:
     return Path(given) if given else dataset.path / "staging"
 
 
-def target_model(settings: Settings) -> TargetModel | None:
-    """Facts of the target read from its folder, if the folder is here."""
-    if not settings.target.path:
-        return None
-    return TargetModel.from_folder(Path(settings.target.path), name=settings.target.model)
+def target_weights(settings: Settings) -> TargetModel | None:
+    """The target where its folder is here: `target.path`, else its name in the local Hugging Face
+    cache. None where it is in neither place."""
+    for place in filter(None, (settings.target.path, settings.target.model)):
+        try:
+            return TargetModel.from_folder(place, name=settings.target.model)
+        except ConfigError:
+            continue
+    return None

@@ -17,9 +17,16 @@ from draftmill.builder.progress import StageReport
 from draftmill.builder.serving.launcher import Server
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import UsageError
+from draftmill.manifests.target import find_folder
 from draftmill.manifests.writer import DatasetWriter
 from draftmill.tools.render import Display, say, stage_line
-from draftmill.tools.settings import Settings, load, staging_folder, writer_options
+from draftmill.tools.settings import (
+    Settings,
+    load,
+    staging_folder,
+    target_weights,
+    writer_options,
+)
 from draftmill.tools.train import make_vocab
 
 Kind = Literal["generate", "extract"]
@@ -28,6 +35,14 @@ _RESTARTS = 3
 URLS = click.option(
     "--url", "urls", multiple=True, metavar="URL", help="A server; give it once per server."
 )
+WEIGHTS = click.option(
+    "--weights", metavar="DIR", help="The target's config and weights, for the canary."
+)
+
+
+def weights_folder(given: str | None) -> str | None:
+    """The folder of `--weights`; ConfigError if there is no model in it."""
+    return None if given is None else str(find_folder(given))
 
 
 def exit_code(reports: Sequence[StageReport], left: dict[str, int]) -> int:
@@ -77,6 +92,8 @@ async def run_extract(
                 limit_bytes=writer.budget_bytes, dataset=writer.dataset.path, staging=staging
             ),
             on_progress=show,
+            target=target_weights(settings),
+            say=say,
         )
     say(stage_line(report))
     return report
@@ -207,6 +224,7 @@ def generate_command(
 @URLS
 @click.option("--serve", is_flag=True, help="Start the server, and stop it at the end.")
 @click.option("--staging", metavar="DIR", help="Folder that the server writes into.")
+@WEIGHTS
 @click.option("--concurrency", type=int, help="Requests at once on each server.")
 @click.option("--codec", help="How hidden states are stored.")
 @click.option("--disk-budget", help='e.g. "3TB" or "80%".')
@@ -217,6 +235,7 @@ def extract_command(
     urls: tuple[str, ...],
     serve: bool,
     staging: str | None,
+    weights: str | None,
     concurrency: int | None,
     codec: str | None,
     disk_budget: str | None,
@@ -229,7 +248,12 @@ def extract_command(
     _one_way(urls, serve)
     opened = Dataset.open(dataset)
     given = {"staging": staging, "concurrency": concurrency, "codec": codec}
-    settings = load(opened, extract=given, dataset={"disk_budget": disk_budget})
+    settings = load(
+        opened,
+        extract=given,
+        dataset={"disk_budget": disk_budget},
+        target={"path": weights_folder(weights)},
+    )
     finish(ctx, *build(opened, settings, ["extract"], {"generate": (), "extract": urls}))
 
 

@@ -34,6 +34,7 @@ from draftmill.manifests.errors import (
     TimedOutError,
     TransientError,
     UnreachableError,
+    WrongStatesError,
 )
 from draftmill.manifests.types import (
     Attempt,
@@ -49,9 +50,10 @@ _FREE_MOVES = 5
 _RECORD_BYTES = 4096
 _BLOCK_ENTRY_BYTES = 256
 # Header, lock and the file system's pages of one staged file.
-_STAGED_BYTES = 64 << 10
+STAGED_BYTES = 64 << 10
 
 Deliver = Callable[[Result, int, Callable[[], None] | None], Awaitable[None]]
+BeforeSample = Callable[[ExtractServer, TokenIds], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -82,6 +84,7 @@ class SampleRunner:
         threads: Executor,
         num_threads: int,
         deliver: Deliver,
+        before_sample: BeforeSample,
         on_wait: Callable[[], None],
     ) -> None:
         self.servers = servers
@@ -93,6 +96,7 @@ class SampleRunner:
         self.threads = threads
         self.deliver = deliver
         self.on_wait = on_wait
+        self.before_sample = before_sample
         self.numbers = itertools.count(1)
         # Also held while a payload waits to be committed: so few are in memory.
         self.encoding = asyncio.Semaphore(num_threads + 1)
@@ -182,6 +186,8 @@ class _Sample:
             self.tries += 1
             try:
                 await self._try(server)
+            except WrongStatesError:
+                raise
             except (UnreachableError, ServerError) as error:
                 runner.servers.lost(server, error)
                 self.moves += 1
@@ -197,6 +203,7 @@ class _Sample:
         request_id = runner.staging.request_id(self.sample.id, next(runner.numbers))
         has_slot = True
         try:
+            await runner.before_sample(server, self.ids)
             reservation = await self._reserve(request_id)
             runner.leftovers.live.add(request_id)
             name: str | None = None
@@ -226,7 +233,7 @@ class _Sample:
         return await runner.budget.reserve(
             request_id,
             stored_bytes=stored + self._overhead(),
-            staged_bytes=layers.raw_bytes(num_tokens) + 8 * num_tokens + _STAGED_BYTES,
+            staged_bytes=layers.raw_bytes(num_tokens) + 8 * num_tokens + STAGED_BYTES,
             on_wait=runner.on_wait,
         )
 

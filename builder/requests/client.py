@@ -31,6 +31,7 @@ from draftmill.builder.requests.metrics import ServerLoad, parse_metrics
 from draftmill.builder.requests.replies import (
     PROBE_CONVERSATION,
     completion_of_reply,
+    hidden_states_path,
     ids_of_tokenizer,
     json_of,
     rebuilt_completion,
@@ -269,13 +270,16 @@ class TargetClient:
 
         None if the reply names none. `request_id` becomes part of the file's name.
         """
+        return hidden_states_path(await self.complete(token_ids, request_id=request_id))
+
+    async def complete(
+        self, token_ids: TokenIds | Sequence[int], *, request_id: str | None = None, **more: Any
+    ) -> Any:
+        """The reply to one prompt of token ids, one token long; `more` goes into the request."""
         ids = token_ids if isinstance(token_ids, Sequence) else token_ids.tolist()
-        body = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
+        body = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, **more}
         headers = None if request_id is None else {"X-Request-Id": request_id}
-        reply = json_of(await self._post("/completions", json.dumps(body), headers))
-        parameters = reply.get("kv_transfer_params") if isinstance(reply, dict) else None
-        path = parameters.get("hidden_states_path") if isinstance(parameters, dict) else None
-        return path if isinstance(path, str) else None
+        return json_of(await self._post("/completions", json.dumps(body), headers))
 
     async def tokenize(self, request: Mapping[str, Any]) -> list[int] | None:
         """Ids from vLLM's /tokenize for {"messages": …} or {"prompt": …}; None if it has none."""

@@ -122,6 +122,30 @@ def text_of_tokenizer(reply: Any) -> str:
     return text
 
 
+def hidden_states_path(reply: Any) -> str | None:
+    """Where an extraction server says that it writes; None if it does not say."""
+    parameters = reply.get("kv_transfer_params") if isinstance(reply, dict) else None
+    path = parameters.get("hidden_states_path") if isinstance(parameters, dict) else None
+    return path if isinstance(path, str) else None
+
+
+def prompt_log_probs(reply: Any) -> list[dict[int, tuple[float, int]]] | None:
+    """{token id: (log-probability, rank from 1)} for every prompt token but the first.
+
+    None if the server sent none. vLLM's form: `prompt_logprobs` of the only choice, null first.
+    """
+    try:
+        listed = reply["choices"][0].get("prompt_logprobs")
+        if listed is None:
+            return None
+        return [
+            {int(token): (float(each["logprob"]), int(each["rank"])) for token, each in at.items()}
+            for at in listed[1:]
+        ]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise GarbledReplyError(f"prompt_logprobs are not in vLLM's form: {error!r}") from error
+
+
 def _choice(reply: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
     try:
         choice = reply["choices"][0]

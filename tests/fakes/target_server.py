@@ -278,12 +278,22 @@ class TargetServer:
                 return failure
             await self.scheduler.run(len(ids), int(body.get("max_tokens") or 1))
             reply: dict[str, Any] = {"id": f"cmpl-{key[:12]}", "object": "text_completion"}
-            choice = {"index": 0, "text": "a", "finish_reason": "length", "token_ids": [97]}
+            choice: dict[str, Any] = {
+                "index": 0,
+                "text": "a",
+                "finish_reason": "length",
+                "token_ids": [97],
+            }
             reply |= {"created": 1, "model": options.model, "choices": [choice]}
             reply["usage"] = {"prompt_tokens": len(ids), "completion_tokens": 1}
+            states = None
+            if options.target is not None:
+                states, log_probs = options.target.answer(ids)
+                if body.get("prompt_logprobs") is not None:
+                    choice["prompt_logprobs"] = log_probs
             if options.staging is not None:
                 name = request.headers.get("X-Request-Id") or key[:12]
-                path = self.staged.write(options, name, ids, fault)
+                path = self.staged.write(options, name, ids, fault, states)
                 reply["kv_transfer_params"] = path and {"hidden_states_path": path}
             if fault == "hang_after_write":
                 await asyncio.sleep(3600)

@@ -139,11 +139,19 @@ def safetensors_bytes(tensors: Mapping[str, tuple[str, Sequence[int], bytes]]) -
 
 
 def hidden_states_file(
-    token_ids: Sequence[int], layers: int, hidden: int, fault: str | None
+    token_ids: Sequence[int],
+    layers: int,
+    hidden: int,
+    fault: str | None,
+    states: NDArray[np.uint16] | None = None,
 ) -> bytes:
-    """The file that the extraction server writes for one prompt, with one fault in it or none."""
+    """The file that the extraction server writes for one prompt, with one fault in it or none.
+
+    Without `states` they are the toy's own.
+    """
     ids = np.asarray(token_ids, dtype=np.int64)
-    states = states_of(ids, layers + (fault == "wrong_layers"), hidden)
+    if states is None:
+        states = states_of(ids, layers + (fault == "wrong_layers"), hidden)
     dtype = "BF16"
     middle = len(ids) // 2
     if fault == "nan":

@@ -179,7 +179,7 @@ def _extracted(generated, sample: Sample, name: str, layer_ids: tuple[int, ...])
     return Result(attempt=attempt, hash=generated.hash, states=payload)
 
 
-def save_target(folder: Path) -> Path:
+def save_target(folder: Path, *, seed: int = 5) -> Path:
     """A random Llama of six layers, saved as Hugging Face saves one."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -194,7 +194,7 @@ def save_target(folder: Path) -> Path:
         max_position_embeddings=CONTEXT,
         initializer_range=0.3,
     )
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
