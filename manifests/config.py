@@ -163,15 +163,42 @@ def _suggestion(name: str, known: Mapping[str, Any]) -> str:
 
 
 def _where(path: Path, text: str, section: str | None, key: str) -> str:
-    """`FILE line N` of a key or section header; tomllib keeps no positions."""
-    current: str | None = None
-    for number, line in enumerate(text.splitlines(), 1):
-        header = re.match(r"\s*\[\s*\"?([^\]\"]+?)\"?\s*\]", line)
-        if header:
-            current = header.group(1)
-            if section is None and current == key:
-                return f"{path} line {number}"
-            continue
-        if current == section and re.match(rf"\s*\"?{re.escape(key)}\"?\s*=", line):
-            return f"{path} line {number}"
+    """`FILE line N` of a key or section header."""
+    number = _line(text, section, key)
+    if number is not None:
+        return f"{path} line {number}"
     return f"{path} [{section}]" if section else str(path)
+
+
+def line_of(text: str, section: str, key: str) -> int | None:
+    """The line on which `key` of [section] is set, None where it is not."""
+    content = tomllib.loads(text).get(section, {})
+    return _line(text, section, key) if key in content else None
+
+
+def _line(text: str, section: str | None, key: str) -> int | None:
+    """tomllib keeps no positions, so they are looked up in the text: a key may stand in its
+    section, be a section of its own (`[section.key]`), or be written with dots."""
+    wanted = [key] if section is None else [section, key]
+    current: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        header = _HEADER.match(line)
+        if header:
+            current = _names(header.group(1))
+            if current[: len(wanted)] == wanted:
+                return number
+            continue
+        assigned = _ASSIGNED.match(line)
+        if assigned and [*current, *_names(assigned.group(1))][: len(wanted)] == wanted:
+            return number
+    return None
+
+
+_NAME = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
+_DOTTED = rf"{_NAME}(?:\s*\.\s*{_NAME})*"
+_HEADER = re.compile(rf"\s*\[\[?\s*({_DOTTED})\s*\]")
+_ASSIGNED = re.compile(rf"\s*({_DOTTED})\s*=")
+
+
+def _names(dotted: str) -> list[str]:
+    return [name.strip("\"'") for name in re.findall(_NAME, dotted)]
