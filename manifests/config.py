@@ -204,26 +204,53 @@ def _suggestion(name: str, known: Mapping[str, Any]) -> str:
 
 
 def _where(path: Path, text: str, section: str | None, key: str, entry: int | None = None) -> str:
-    """`FILE line N` of a key, or of a section's header; tomllib keeps no positions.
-
-    Where an entry of a list has no such key, its header.
-    """
-    current: tuple[str | None, int | None] = (None, None)
-    entries: Counter[str] = Counter()
-    header_line = 0
-    for number, line in enumerate(text.splitlines(), 1):
-        header = re.match(r"\s*(\[\[?)\s*\"?([^\[\]\"]+?)\"?\s*\]", line)
-        if header:
-            name = header.group(2)
-            current = (name, entries[name] if header.group(1) == "[[" else None)
-            entries[name] += 1
-            if section is None and name == key:
-                return f"{path} line {number}"
-            if current == (section, entry):
-                header_line = number
-            continue
-        if current == (section, entry) and re.match(rf"\s*\"?{re.escape(key)}\"?\s*=", line):
-            return f"{path} line {number}"
-    if entry is not None and header_line:
-        return f"{path} line {header_line}"
+    """`FILE line N` of a key, or of a section's header; where a list's entry lacks it, its header."""
+    number = _line(text, section, key, entry)
+    if number is None and section is not None and entry is not None:
+        number = _line(text, section, None, entry)
+    if number is not None:
+        return f"{path} line {number}"
     return f"{path} [{section}]" if section else str(path)
+
+
+def line_of(text: str, section: str, key: str) -> int | None:
+    """The line on which `key` of [section] is set, None where it is not."""
+    content = tomllib.loads(text).get(section, {})
+    return _line(text, section, key) if key in content else None
+
+
+def _line(text: str, section: str | None, key: str | None, entry: int | None = None) -> int | None:
+    """tomllib keeps no positions, so they are looked up in the text: a key may stand in its
+    section, be a section of its own (`[section.key]`), or be written with dots. `entry` counts
+    the sections [[section]] of a list from 0."""
+    wanted = [name for name in (section, key) if name is not None]
+    current: list[str] = []
+    entries: Counter[str] = Counter()
+    here: int | None = None  # the entry of a list that this line belongs to
+    for number, line in enumerate(text.splitlines(), 1):
+        header = _HEADER.match(line)
+        if header:
+            current = _names(header.group(2))
+            if header.group(1) == "[[":
+                here = entries[current[0]]
+                entries[current[0]] += 1
+            elif len(current) == 1:
+                here = None
+            if (section is None or here == entry) and current[: len(wanted)] == wanted:
+                return number
+            continue
+        assigned = _ASSIGNED.match(line)
+        names = [*current, *_names(assigned.group(1))] if assigned else []
+        if names and (section is None or here == entry) and names[: len(wanted)] == wanted:
+            return number
+    return None
+
+
+_NAME = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
+_DOTTED = rf"{_NAME}(?:\s*\.\s*{_NAME})*"
+_HEADER = re.compile(rf"\s*(\[\[?)\s*({_DOTTED})\s*\]")
+_ASSIGNED = re.compile(rf"\s*({_DOTTED})\s*=")
+
+
+def _names(dotted: str) -> list[str]:
+    return [name.strip("\"'") for name in re.findall(_NAME, dotted)]

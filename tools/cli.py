@@ -12,12 +12,14 @@ from collections.abc import Sequence
 
 import click
 
+from draftmill.builder.requests.api_key import redacted
 from draftmill.manifests.errors import DraftmillError
 
 # command → module of tools that defines it, in the order of the work
 COMMANDS = {
     "demo": "demo",
     "init": "init",
+    "config": "config",
     "add": "add",
     "estimate": "estimate",
     "serve": "serve",
@@ -120,19 +122,23 @@ def _run(words: Sequence[str], debug: bool) -> int:
     except BrokenPipeError:
         return 1
     except DraftmillError as error:
-        if debug:
-            traceback.print_exc()
+        _trace(debug)
         click.echo(f"draftmill: {error}", err=True)
         return error.exit_code
     except Exception as error:
-        if debug:
-            traceback.print_exc()
+        _trace(debug)
         click.echo(
-            f"draftmill: unexpected {type(error).__name__}: {error}\n"
+            f"draftmill: unexpected {type(error).__name__}: {redacted(str(error))}\n"
             "This is a fault in draftmill; run again with `draftmill --debug …` for a traceback.",
             err=True,
         )
         return 1
+
+
+def _trace(debug: bool) -> None:
+    if debug:
+        # Libraries put whole replies into their exceptions, and servers quote keys in replies.
+        click.echo(redacted(traceback.format_exc()), err=True)
 
 
 if __name__ == "__main__":

@@ -1,226 +1,260 @@
-"""`draftmill estimate`: bytes, hours and what fits, before anything is started."""
+"""`draftmill estimate`: bytes, hours, cost and what fits, before anything is started.
+
+Reads what is known of the model, the prompts and a running dataset; the arithmetic is in `costs`.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
 
 import click
 
-from draftmill.manifests.dataset import Dataset
+from draftmill.builder.budget import parse_budget
+from draftmill.builder.sources.read import read_source
+from draftmill.manifests.dataset import Dataset, DatasetReader
 from draftmill.manifests.errors import UsageError
-from draftmill.manifests.sizes import format_size, parse_size
+from draftmill.manifests.target import TargetModel
+from draftmill.manifests.types import Prompt
+from draftmill.tools.cost_words import explain
+from draftmill.tools.costs import HARDWARE, STAGES, STORED_SHARE, Job, Rate, Stage, estimate
 from draftmill.tools.render import duration
 from draftmill.tools.settings import load
 
-BF16_BYTES = 2
-# Stored share of raw bf16 by codec, as `draftmill bench shards` measures it on SmolLM2-135M.
-STORED_SHARE = {"raw": 1.0, "em-zfast": 1 / 1.48, "bitround-4": 1 / 2.05, "rot4": 1 / 4.0}
+EAGLE3_LAYERS = 4
+CHARACTERS_PER_TOKEN = 4.0
+_MEASURED_S = 300.0
+_BIN_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
-    """Measured or assumed speeds, in tokens per second over all servers or devices."""
+class Known:
+    """What the command line, a model, prompts or a dataset say; None where nobody knows."""
 
-    generate: float = 1600.0
-    extract: float = 2900.0
-    train: float = 24_000.0
+    hidden_size: int | None = None
+    layers: int | None = None
+    samples: int | None = None
+    prompt_tokens: float | None = None
+    completion_tokens: float | None = None
+    tokens_per_sample: float | None = None
+    epochs: float | None = None
+    codec: str | None = None
+    ratio: float | None = None
+    disk_budget: str | None = None
+    rates: Mapping[Stage, Rate] | None = None
+    notes: tuple[str, ...] = ()
 
-
-def estimate(
-    *,
-    hidden_size: int,
-    layers: int,
-    samples: int,
-    tokens_per_sample: float,
-    completion_share: float = 1.0,
-    rates: Rates,
-    epochs: float = 1.0,
-    budget_bytes: int | None = None,
-    codec: str = "em-zfast",
-) -> dict[str, Any]:
-    """The document of `estimate --json`.
-
-    `layers` counts everything stored per token: the auxiliary layers and the last one. A token
-    costs layers × hidden_size × 2 bytes of bf16 before compression.
-    """
-    bytes_per_token = layers * hidden_size * BF16_BYTES
-    tokens = round(samples * tokens_per_sample)
-    raw = tokens * bytes_per_token
-    stored = {name: round(raw * share) for name, share in STORED_SHARE.items()}
-    per_sample = tokens_per_sample * bytes_per_token * STORED_SHARE[codec]
-    return {
-        "hidden_size": hidden_size,
-        "layers": layers,
-        "bytes_per_token": bytes_per_token,
-        "samples": samples,
-        "tokens": tokens,
-        "raw_bytes": raw,
-        "stored_bytes": stored,
-        "hours": {
-            "generate": round(tokens * completion_share / rates.generate / 3600, 3),
-            "extract": round(tokens / rates.extract / 3600, 3),
-            "train": round(epochs * tokens / rates.train / 3600, 3),
-        },
-        "samples_that_fit": None if budget_bytes is None else int(budget_bytes // per_sample),
-    }
+    def over(self, other: Known) -> Known:
+        """These facts, and those of `other` where there are none."""
+        mine = {k: v for k, v in vars(self).items() if v is not None and k != "notes"}
+        return replace(other, **mine, notes=(*other.notes, *self.notes))
 
 
-def _both_units(size: float) -> str:
-    return f"{size / 1e12:,.3g} TB ({size / 2**40:,.3g} TiB)" if size >= 1e11 else format_size(size)
+def of_model(folder: str) -> Known:
+    """From a folder with the model's config.json."""
+    facts = TargetModel.from_folder(Path(folder))
+    return Known(hidden_size=facts.hidden_size, layers=EAGLE3_LAYERS)
 
 
-def _explain(found: dict[str, Any], rates: Rates, tokens_per_sample: float, codec: str) -> str:
-    hours = found["hours"]
-    lines = [
-        f"bytes per token   {found['layers']} layers x {found['hidden_size']} x 2 bytes = "
-        f"{found['bytes_per_token']:,}",
-        f"tokens            {found['samples']:,} samples x {tokens_per_sample:,.0f} = "
-        f"{found['tokens']:,}",
-        f"raw hidden states {_both_units(found['raw_bytes'])}",
-    ]
-    lines += [
-        f"  stored, {name:<11} {_both_units(size)}{'  (chosen)' if name == codec else ''}"
-        for name, size in found["stored_bytes"].items()
-        if name != "raw"
-    ]
-    lines += [
-        f"generate          {duration(3600 * hours['generate'])} at {rates.generate:,.0f} tokens/s",
-        f"extract           {duration(3600 * hours['extract'])} at {rates.extract:,.0f} tokens/s",
-        f"train             {duration(3600 * hours['train'])} at {rates.train:,.0f} tokens/s",
-    ]
-    if found["samples_that_fit"] is not None:
-        lines.append(f"samples that fit the budget: {found['samples_that_fit']:,}")
-    return "\n".join(lines)
+def of_prompts(paths: tuple[str, ...]) -> Known:
+    """From prompt files: how many, and about how long."""
+    count = characters = 0
+    for path in paths:
+        for item in read_source(Path(path)):
+            if isinstance(item, Prompt):
+                count += 1
+                characters += len(item.conversation)
+    if not count:
+        raise UsageError(f"--prompts: no prompt in {', '.join(paths)}")
+    note = f"prompts: {characters:,} characters, {CHARACTERS_PER_TOKEN:.0f} taken for a token"
+    length = characters / CHARACTERS_PER_TOKEN / count
+    return Known(samples=count, prompt_tokens=length, notes=(note,))
 
 
-def _measured(dataset: str) -> tuple[dict[str, Any], dict[str, float]]:
-    """Sizes and the averages that a running dataset has shown so far."""
-    opened = Dataset.open(dataset)
+def of_dataset(path: str) -> Known:
+    """From a dataset: its settings, its prompts, and the lengths and rates it has shown."""
+    opened = Dataset.open(path)
     settings = load(opened)
+    known = Known(
+        hidden_size=settings.target.hidden_size,
+        layers=len(settings.target.extraction_layer_ids),
+        completion_tokens=float(settings.generate.max_completion_tokens),
+        disk_budget=settings.dataset.disk_budget or None,
+        codec=settings.extract.codec,
+        epochs=settings.train.epochs,
+    )
     with opened.reader() as reader:
-        summary = reader.summary()
-        row = reader.sql(
-            "SELECT count(*) AS n, avg(prompt_tokens) AS prompt, avg(completion_tokens) AS done "
-            "FROM samples WHERE completion_tokens IS NOT NULL"
-        ).to_pylist()[0]
-    averages = {"prompt": row["prompt"] or 0.0, "completion": row["done"] or 0.0}
-    facts = {
-        "hidden_size": settings.target.hidden_size,
-        "layers": len(settings.target.extraction_layer_ids),
-        "samples": summary["prompts"]["total"],
-        "budget": settings.dataset.disk_budget,
-        "codec": settings.extract.codec,
-        "max": settings.generate.max_completion_tokens,
-        "epochs": settings.train.epochs,
+        seen = _shown_by(reader)
+    if seen.completion_tokens is None:
+        note = "nothing generated yet: completions are taken to be as long as they may be"
+        known = replace(known, notes=(note,))
+    return seen.over(known)
+
+
+def _shown_by(reader: DatasetReader) -> Known:
+    counts, row = reader.summary(), reader.manifest.table(_AVERAGES).to_pylist()[0]
+    rates = {
+        cast(Stage, each["stage"]): Rate(
+            tokens_per_s=each["tokens"] / each["busy_s"],
+            source=f"measured over {duration(each['busy_s'])} of this dataset",
+        )
+        for each in reader.manifest.table(_RATES).to_pylist()
+        if each["busy_s"] >= _MEASURED_S
     }
-    return facts, averages
+    prompt = row["prompt_tokens"]
+    if prompt is None and counts["prompts"]["total"]:
+        files = [str(path) for path in sorted(reader.dataset.prompts_dir.glob("*.parquet"))]
+        query = "SELECT avg(length(conversation)) FROM read_parquet($1)"
+        prompt = reader.manifest.rows(query, [files])[0][0] / CHARACTERS_PER_TOKEN
+    return Known(
+        samples=counts["prompts"]["total"] or None,
+        prompt_tokens=prompt,
+        completion_tokens=row["completion_tokens"],
+        ratio=counts["disk"]["compression_ratio"],
+        rates=rates,
+    )
 
 
-@click.command("estimate")
-@click.argument("dataset", required=False)
-@click.option("--hidden-size", type=click.IntRange(min=1), help="Width of the residual stream.")
-@click.option(
-    "--layers",
-    type=click.IntRange(min=1),
-    help="Stored layers: the auxiliary ones and the last (4 for EAGLE-3).",
-)
-@click.option("--samples", type=click.IntRange(min=1), help="Number of prompts.")
-@click.option(
-    "--tokens-per-sample",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Prompt and completion together.",
-)
-@click.option(
-    "--completion-share",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Share of the tokens that is generated.",
-)
-@click.option(
-    "--generate-rate",
-    type=click.FloatRange(min=0, min_open=True),
-    default=1600,
-    show_default=True,
-    help="Tokens/s.",
-)
-@click.option(
-    "--extract-rate",
-    type=click.FloatRange(min=0, min_open=True),
-    default=2900,
-    show_default=True,
-    help="Tokens/s.",
-)
-@click.option(
-    "--train-rate",
-    type=click.FloatRange(min=0, min_open=True),
-    default=24000,
-    show_default=True,
-    help="Tokens/s.",
-)
-@click.option(
-    "--epochs", type=click.FloatRange(min=0, min_open=True), help="Passes of the training."
-)
-@click.option("--disk-budget", help='e.g. "3TB": how many samples fit.')
-@click.option("--codec", type=click.Choice(list(STORED_SHARE)), help="How states are stored.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document with stable keys.")
-def estimate_command(
-    dataset: str | None,
-    hidden_size: int | None,
-    layers: int | None,
-    samples: int | None,
-    tokens_per_sample: float | None,
-    completion_share: float | None,
-    generate_rate: float,
-    extract_rate: float,
-    train_rate: float,
-    epochs: float | None,
-    disk_budget: str | None,
-    codec: str | None,
-    as_json: bool,
-) -> None:
-    """Say what a job costs: bytes, hours, what fits. With DATASET, from what it has shown so far.
+_AVERAGES = """
+SELECT avg(prompt_tokens) AS prompt_tokens, avg(completion_tokens) AS completion_tokens
+FROM samples WHERE completion_tokens IS NOT NULL"""
 
-    \b
-    draftmill estimate --hidden-size 7168 --layers 4 --samples 10000 --tokens-per-sample 4096
-    """
-    facts: dict[str, Any] = {}
-    share = completion_share
-    if dataset:
-        facts, averages = _measured(dataset)
-        length = averages["prompt"] + averages["completion"]
-        # Nothing generated yet: the limit is the only figure there is.
-        tokens_per_sample = tokens_per_sample or length or float(facts["max"])
-        if share is None and length:
-            share = averages["completion"] / length
-    values: dict[str, Any] = {
-        "--hidden-size": hidden_size or facts.get("hidden_size"),
-        "--layers": layers or facts.get("layers"),
-        "--samples": samples or facts.get("samples"),
-        "--tokens-per-sample": tokens_per_sample,
+_RATES = f"""
+SELECT a.stage, sum(coalesce(a.completion_tokens, y.tokens))::BIGINT AS tokens,
+       ({_BIN_S} * count(DISTINCT floor((a.started_at + a.total_s) / {_BIN_S})))::DOUBLE AS busy_s
+FROM attempts a JOIN payloads y USING (id, stage, attempt)
+WHERE a.outcome IN ('generated', 'extracted') AND a.total_s IS NOT NULL GROUP BY a.stage"""
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def _rates(given: tuple[str, ...], hardware: str, measured: Mapping[Stage, Rate]) -> Any:
+    table = HARDWARE[hardware]
+    rates = {s: Rate(tokens_per_s=getattr(table, s), source=hardware) for s in STAGES}
+    rates |= measured
+    for text in given:
+        stage, _, value = text.partition("=")
+        try:
+            speed = float(value.replace(",", "").replace("_", ""))
+        except ValueError:
+            speed = 0.0
+        if stage not in STAGES or not speed > 0:
+            raise UsageError(f"--rate {text}: write STAGE=TOKENS_PER_S, e.g. generate=1600")
+        rates[cast(Stage, stage)] = Rate(tokens_per_s=speed, source="given")
+    return rates
+
+
+def job_of(known: Known, **more: Any) -> Job:
+    """The job that these facts describe; UsageError names what is missing."""
+    length = known.tokens_per_sample
+    completion = known.completion_tokens
+    if length is None and known.prompt_tokens is not None and completion is not None:
+        length = known.prompt_tokens + completion
+    if length is not None:
+        completion = min(length, completion if completion is not None else length)
+    values = {
+        "--hidden-size": known.hidden_size,
+        "--layers": known.layers,
+        "--samples": known.samples,
+        "--completion-tokens" if known.prompt_tokens else "--tokens-per-sample": length,
     }
     missing = [name for name, value in values.items() if not value]
     if missing:
         raise UsageError(f"name a DATASET, or give {', '.join(missing)}")
-    codec = codec or (facts["codec"] if facts.get("codec") in STORED_SHARE else "em-zfast")
-    budget = disk_budget or facts.get("budget")
+    shares = dict(STORED_SHARE)
+    codec = known.codec or "em-zfast"
+    if known.ratio:
+        shares[codec] = 1 / known.ratio
+    if codec not in shares:
+        raise UsageError(f"--codec {codec}: known sizes are {', '.join(shares)}")
+    return Job(
+        hidden_size=cast(int, known.hidden_size),
+        layers=cast(int, known.layers),
+        samples=cast(int, known.samples),
+        tokens_per_sample=cast(float, length),
+        completion_tokens=cast(float, completion),
+        epochs=known.epochs or 1.0,
+        codec=codec,
+        shares=shares,
+        **more,
+    )
+
+
+_POSITIVE = click.FloatRange(min=0, min_open=True)
+
+
+@click.command("estimate")
+@click.argument("dataset", required=False)
+@click.option("--model", metavar="DIR", help="Folder with the target's config.json.")
+@click.option("--hidden-size", type=click.IntRange(1), help="Width of the residual stream.")
+@click.option("--layers", type=click.IntRange(1), help="Layers stored, the last included: 4.")
+@click.option("--prompts", multiple=True, metavar="FILE", help="Prompts to count, as for `add`.")
+@click.option("--samples", type=click.IntRange(1), help="Number of prompts.")
+@click.option("--tokens-per-sample", type=_POSITIVE, help="Prompt and completion, in the mean.")
+@click.option("--completion-tokens", type=_POSITIVE, help="The part of it that is generated.")
+@click.option("--epochs", type=_POSITIVE, help="Passes of the training over the samples.")
+@click.option("--codec", type=click.Choice(list(STORED_SHARE)), help="How states are stored.")
+@click.option("--disk-budget", metavar="SIZE", help='e.g. "3TB" or "80%".')
+@click.option("--rate", "given", multiple=True, metavar="STAGE=N", help="Tokens/s of a stage.")
+@click.option(
+    "--hardware",
+    type=click.Choice(list(HARDWARE)),
+    default="kimi-8gpu",
+    show_default=True,
+    help="Rates of stages that are neither given nor measured.",
+)
+@click.option("--cost-per-hour", type=_POSITIVE, metavar="X", help="Price of the machines.")
+@click.option("--link-gbps", type=_POSITIVE, metavar="G", help="Train elsewhere, over this link.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document with stable keys.")
+def estimate_command(
+    dataset: str | None,
+    model: str | None,
+    prompts: tuple[str, ...],
+    given: tuple[str, ...],
+    hardware: str,
+    cost_per_hour: float | None,
+    link_gbps: float | None,
+    as_json: bool,
+    **numbers: Any,
+) -> None:
+    """Say what a job takes: bytes, hours, cost, and what fits the disk.
+
+    Numbers that are given go before those of a DATASET (its settings, and what it has shown so
+    far), of prompt files and of a model's folder.
+
+    \b
+    draftmill estimate kimi
+    draftmill estimate --hidden-size 7168 --layers 4 --samples 10000 --tokens-per-sample 4096
+    draftmill estimate --model ./Kimi-K2.5 --prompts p.jsonl --completion-tokens 2000 \\
+        --disk-budget 2TB --cost-per-hour 25 --link-gbps 10
+    """
+    known = Known()
+    if dataset:
+        known = of_dataset(dataset)
+    if model:
+        known = of_model(model).over(known)
+    if prompts:
+        known = of_prompts(prompts).over(known)
+    known = Known(**numbers).over(known)
+    budget = known.disk_budget
     try:
-        budget_bytes = parse_size(budget) if budget and not budget.endswith("%") else None
+        volume = Path(dataset) if dataset else Path()
+        budget_bytes = parse_budget(budget, volume) if budget else None
     except ValueError as error:
         raise UsageError(f"--disk-budget: {error}") from error
-    rates = Rates(generate=generate_rate, extract=extract_rate, train=train_rate)
-    found = estimate(
-        hidden_size=int(values["--hidden-size"]),
-        layers=int(values["--layers"]),
-        samples=int(values["--samples"]),
-        tokens_per_sample=float(values["--tokens-per-sample"]),
-        completion_share=1.0 if share is None else share,
-        rates=rates,
-        epochs=epochs or facts.get("epochs") or 1.0,
+    job = job_of(
+        known,
+        rates=_rates(given, hardware, known.rates or {}),
         budget_bytes=budget_bytes,
-        codec=codec,
+        cost_per_hour=cost_per_hour,
+        link_gbps=link_gbps,
     )
+    found = estimate(job)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
-        click.echo(_explain(found, rates, float(values["--tokens-per-sample"]), codec))
+        click.echo(explain(found, known.notes))

@@ -114,6 +114,17 @@ SECTIONS: dict[str, type] = {
 LISTS: dict[str, type] = {"sources": SourceSettings}
 
 
+# Options of commands that go before a setting, for one run.
+OPTIONS = {
+    ("dataset", "disk_budget"): "extract --disk-budget",
+    ("generate", "concurrency"): "generate --concurrency",
+    ("generate", "timeout_s"): "generate --timeout",
+    ("extract", "staging"): "extract --staging",
+    ("extract", "concurrency"): "extract --concurrency",
+    ("extract", "codec"): "extract --codec",
+}
+
+
 def load(dataset: Dataset, /, **overrides: dict[str, Any]) -> Settings:
     """The settings of a dataset; `overrides`: command-line values by section, None if unset."""
     sections = config.read(dataset.config_path, SECTIONS, LISTS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import httpx2
 import openai
 import tenacity
 
+from draftmill.builder.requests.api_key import api_key, redacted
 from draftmill.builder.requests.failures import (
     ConnectionCutError,
     ServerFailedError,
@@ -129,9 +129,7 @@ class TargetClient:
         bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if parts.scheme == "http" else True
         self._openai = openai.AsyncOpenAI(
             base_url=self.url,
-            api_key=os.environ.get("DRAFTMILL_API_KEY")
-            or os.environ.get("OPENAI_API_KEY")
-            or "none",
+            api_key=api_key() or "none",
             max_retries=0,
             # what the SDK tells of this machine costs a fifth of a request's processor time
             default_headers=dict.fromkeys(TELEMETRY_HEADERS, openai.Omit()),  # type: ignore[arg-type]
@@ -350,5 +348,5 @@ def _server_words(error: openai.APIStatusError) -> str:
     """The server's own message, on one line."""
     body = error.body
     message = body.get("message") if isinstance(body, dict) else None
-    text = message if isinstance(message, str) else error.response.text
+    text = redacted(message if isinstance(message, str) else error.response.text)
     return " ".join(text.split())[:600] or error.response.reason_phrase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from draftmill.builder.requests.api_key import redacted
 from draftmill.manifests.errors import PermanentError, ServerError, TransientError
 
 TRANSIENT_STATUS = {408, 409, 425}
@@ -41,7 +42,7 @@ def status_error(url: str, status: int, words: str, retry_after_s: float | None)
 
 def words(error: BaseException) -> str:
     """An exception's text on one line; its class where it has none."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return " ".join(redacted(str(error)).split())[:300] or type(error).__name__
 
 
 def retry_after_s(header: str) -> float | None:

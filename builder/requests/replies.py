@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from draftmill.builder.requests.api_key import redacted
 from draftmill.builder.requests.failures import GarbledReplyError, ServerFailedError
 from draftmill.manifests.errors import PermanentError, RejectedError
 from draftmill.manifests.types import Completion, TokenIds
@@ -38,7 +39,7 @@ def json_of(raw: bytes) -> Any:
     try:
         return json.loads(raw)
     except ValueError as error:
-        start = raw[:80].decode(errors="replace")
+        start = redacted(raw.decode(errors="replace"))[:80]
         raise GarbledReplyError(f"the reply is not JSON: {start!r}") from error
 
 

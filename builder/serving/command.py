@@ -70,6 +70,12 @@ class ServeSettings:
             raise ValueError(f"max_model_len: 0 or more, not {self.max_model_len}")
         if self.kv_cache_gib < 1:
             raise ValueError(f"kv_cache_gib: at least 1, not {self.kv_cache_gib}")
+        for name in ("args", "generate_args", "extract_args"):
+            if any(each.partition("=")[0] == "--api-key" for each in getattr(self, name)):
+                raise ValueError(
+                    f"{name}: --api-key would show the key here and in the list of processes; set "
+                    "VLLM_API_KEY in the environment instead"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import aiohttp
 
+from draftmill.builder.requests.api_key import api_key
 from draftmill.builder.serving import processes
 from draftmill.builder.serving.command import (
     CONNECTOR_MODULE,
@@ -262,7 +263,9 @@ class Server:
     async def _wait_ready(self) -> None:
         started = said = time.monotonic()
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        # it inherits the key of this process and asks for it
+        headers = {"Authorization": f"Bearer {key}"} if (key := api_key()) else None
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
             while (names := await self._served(session)) is None:
                 if not self.alive():
                     raise self._death("before it was ready")

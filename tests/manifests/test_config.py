@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,6 +65,11 @@ def test_whole_numbers_are_numbers(tmp_path: Path) -> None:
         ("[other]\ncount = 1\n[numbres]\ncount = 1", "line 3: unknown section .* 'numbers'"),
         ("count = 1", "line 1: unknown key 'count'"),
         ("numbers = 1", "line 1: numbers must be a section"),
+        ("# x\n[numbers.extra]\na = 1\n[other.ids]\nx = 1", "line 4: ids must be a list"),
+        ("numbers.count = 1\nnumbers.fast = 2", "line 2: fast must be true or false"),
+        ("['numbers']\n'fast' = 2", "line 2: fast must be true or false"),
+        ("[ numbers ]\n  fast=2", "line 2: fast must be true or false"),
+        ("[[numbers]]\nfast = 2", "line 1: numbers must be a section"),
         ("[numbers]\nmode = 'three'", "line 2: mode must be one of 'one', 'two'"),
         ("[numbers]\nlevel = 'fast'", "line 2: level must be a whole number or one of 'auto'"),
         ("[numbers]\nids = [1, 'b']", "line 2: ids must be a list of which each is a whole number"),
@@ -102,3 +107,18 @@ def test_lists_of_sections_are_shown_commented_out(tmp_path: Path) -> None:
     assert [each.count for each in found["many"]] == [2, 4]
     assert config.where(path, "many", "count", 1) == f"{path} line 4"
     assert config.where(path, "many", "rate", 1) == f"{path} line 3"
+
+
+def test_every_key_of_a_written_file_has_its_line() -> None:
+    text = config.render({"numbers": Numbers(), "other": Numbers()})
+    lines = text.splitlines()
+    for section in ("numbers", "other"):
+        for item in fields(Numbers):
+            number = config.line_of(text, section, item.name)
+            if item.name == "limit":
+                assert number is None  # unset, so it is a comment
+                continue
+            assert number is not None
+            assert lines[number - 1].startswith(f"{item.name} =")
+            headers = [line for line in lines[:number] if line.startswith("[")]
+            assert headers[-1] == f"[{section}]"

@@ -101,7 +101,7 @@ def test_sources_of_the_config(run: Run, tmp_path: Path) -> None:
     assert "10 added" in run("add", str(path), str(tmp_path / "b.jsonl"), "--turns", "all")
 
 
-def test_status_and_estimate_keys_are_stable(run: Run, dataset: Dataset) -> None:
+def test_status_keys_are_stable(run: Run, dataset: Dataset) -> None:
     found = json.loads(run("status", str(dataset.path), "--json"))
     assert list(found["prompts"]) == [
         "total", "pending", "generated", "timed_out", "failed", "rejected", "extracted",
@@ -113,39 +113,6 @@ def test_status_and_estimate_keys_are_stable(run: Run, dataset: Dataset) -> None
         "compression_ratio", "samples_that_still_fit",
     }  # fmt: skip
     assert found["disk"]["used_bytes"] == files.folder_bytes(dataset.path)
-
-
-@pytest.mark.parametrize(
-    ("samples", "raw", "printed"),
-    [
-        (10_000, 2_348_810_240_000, "2.35 TB (2.14 TiB)"),
-        (50_000, 11_744_051_200_000, "11.7 TB (10.7 TiB)"),
-    ],
-)
-def test_estimate_reproduces_the_published_sizes(
-    run: Run, samples: int, raw: int, printed: str
-) -> None:
-    words = ["estimate", "--hidden-size", "7168", "--layers", "4"]
-    words += ["--samples", str(samples), "--tokens-per-sample", "4096"]
-    found = json.loads(run(*words, "--json"))
-    assert found["bytes_per_token"] == 57_344
-    assert found["raw_bytes"] == raw
-    assert printed in run(*words)
-
-
-def test_estimate_reproduces_the_published_hours(run: Run) -> None:
-    found = json.loads(
-        run(
-            "estimate", "--hidden-size", "7168", "--layers", "4", "--samples", "25000",
-            "--tokens-per-sample", "650", "--generate-rate", "1600", "--json",
-        )
-    )  # fmt: skip
-    assert found["hours"]["generate"] == pytest.approx(2.8, abs=0.05)
-
-
-def test_estimate_says_what_is_missing(run: Run) -> None:
-    run("estimate", "--layers", "4", code=2)
-    assert "--hidden-size, --samples, --tokens-per-sample" in run.err
 
 
 def test_sql(run: Run, dataset: Dataset) -> None:
