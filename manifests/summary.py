@@ -35,10 +35,7 @@ def summarize(
         "LEFT JOIN payloads g ON g.id = s.id AND g.stage = 'generate' "
         "AND g.attempt = s.generate_payload"
     )[0]
-    given = manifest.rows(
-        "SELECT count(*), coalesce(sum(completion_tokens), 0)::BIGINT, "
-        "count(*) FILTER (state = 'extracted') FROM samples WHERE off_policy"
-    )[0]
+    sources = _sources(manifest)
     hidden_states_bytes = files.folder_bytes(folder / "hidden_states")
     staging_bytes = files.folder_bytes(staging) if staging is not None else 0
     used = files.folder_bytes(folder)
@@ -56,9 +53,8 @@ def summarize(
         },
         "truncated": tokens[2],
         "cut_at_max_seq_len": cut,
-        # Rows of mode prefill: their answers are not the target model's own.
-        "off_policy": {"prompts": given[0], "completion_tokens": given[1], "extracted": given[2]},
-        "sources": _sources(manifest),
+        "off_policy": _off_policy(manifest, sources),
+        "sources": sources,
         "rejected": _rejected(manifest),
         "disk": {
             "budget_bytes": budget_bytes,
@@ -90,6 +86,17 @@ def _sources(manifest: Manifest) -> dict[str, dict[str, int]]:
         row[state] += count
         row["off_policy"] += count if given else 0
     return found
+
+
+def _off_policy(manifest: Manifest, sources: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Rows of mode prefill: their answers are not the target model's own."""
+    found = (0, 0, 0)
+    if any(row["off_policy"] for row in sources.values()):  # few datasets have them: it costs
+        found = manifest.rows(
+            "SELECT count(*), coalesce(sum(completion_tokens), 0)::BIGINT, "
+            "count(*) FILTER (state = 'extracted') FROM samples WHERE off_policy"
+        )[0]
+    return dict(zip(("prompts", "completion_tokens", "extracted"), found, strict=True))
 
 
 def _rejected(manifest: Manifest) -> dict[str, dict[str, int]]:

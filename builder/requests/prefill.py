@@ -85,7 +85,8 @@ async def given_completion(
         )
         raise RejectedError(
             f"the template renders this prompt in another way once it is answered: {same:,} of its "
-            f"{len(prompt):,} tokens are the same (templates that move or remove reasoning do so)"
+            f"{len(prompt):,} tokens are the same (templates that move or drop reasoning do so, "
+            "and white space that begins an answer)"
         )
     end = len(whole) - len(after)
     if whole[end:] != list(after):
