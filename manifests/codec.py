@@ -19,7 +19,7 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from draftmill.manifests.block_payload import Buffer, Streams, pack_streams
+from draftmill.manifests.block_payload import Buffer, Streams, pack_head
 from draftmill.manifests.codec_names import (
     BLOCK_TOKENS,
     CODECS,
@@ -69,23 +69,38 @@ _local = threading.local()
 
 
 def encode_states(
-    states_TLH: Words, codec: str, *, block_tokens: int = BLOCK_TOKENS
-) -> list[bytes]:
+    states_TLH: Words,
+    codec: str,
+    *,
+    block_tokens: int = BLOCK_TOKENS,
+    room: Plane | None = None,
+) -> list[memoryview]:
     """Encode bf16 bit patterns, uint16 [T, L, H] of any strides: one payload per block.
 
-    The payload of block i holds the tokens from i * block_tokens; no tokens give no payload.
+    The payload of block i holds the tokens from i * block_tokens; no tokens give no payload. All
+    payloads of one call lie in one piece of memory: `room` (flat, `worst_case_bytes` or more), or
+    a new one. Fresh pages cost as much as a third of the work, so callers use theirs again.
     Raises ValueError where the array is not of that kind, or has a value that a lossy codec cannot
     take (`rot4`: what is not finite, or 2 ** 120 and more).
     """
     parse_codec(codec)
     _check_states(states_TLH)
-    blocks = (
-        states_TLH[start : start + block_tokens]
-        for start in range(0, len(states_TLH), block_tokens)
-    )
+    starts = range(0, len(states_TLH), block_tokens)
     if codec == RAW:
-        return [np.ascontiguousarray(block, dtype="<u2").tobytes() for block in blocks]
-    return [_encode_block(block, layer_codec(codec)) for block in blocks]
+        flat = memoryview(states_TLH.astype("<u2", order="C").reshape(-1).view(np.uint8))
+        row = 2 * states_TLH.shape[1] * states_TLH.shape[2]
+        return [flat[at * row : (at + block_tokens) * row].toreadonly() for at in starts]
+    kind = layer_codec(codec)
+    if room is None:
+        size = worst_case_bytes(*states_TLH.shape, codec, block_tokens=block_tokens)
+        room = np.empty(size, np.uint8)
+    payloads: list[memoryview] = []
+    for at in starts:
+        # from the end downwards, so that what is not needed is never touched
+        payload = _encode_block(states_TLH[at : at + block_tokens], kind, room)
+        room = room[: room.size - payload.nbytes]
+        payloads.append(payload)
+    return payloads
 
 
 def decode_block(codec: str, payload: Buffer, out_TLH: Words) -> None:
@@ -260,21 +275,30 @@ def _plane_buffers(specs: Sequence[PlaneSpec]) -> list[Plane]:
     return buffers
 
 
-def _encode_block(block_TLH: Words, kind: LayerCodec) -> bytes:
+def _encode_block(block_TLH: Words, kind: LayerCodec, room: Plane) -> memoryview:
+    """The payload of one block, at the end of `room`: planes stored as they are are made there."""
     num_tokens, num_layers, hidden_size = block_TLH.shape
     specs = kind.planes(num_tokens, hidden_size)
-    # planes stored as they are keep their memory up to the join, so that they are copied once
-    copies = [1 if spec.coded else num_layers for spec in specs]
-    memory = iter(_plane_buffers([s for s, n in zip(specs, copies, strict=True) for _ in range(n)]))
-    buffers = [[next(memory) for _ in range(n)] for n in copies]
+    coded = [spec for spec in specs if spec.coded]
+    assert specs[: len(coded)] == tuple(coded), "planes stored as they are come last"
+    end = room.size - num_layers * sum(spec.num_bytes for spec in specs[len(coded) :])
+    at, tail = end, []
+    for spec in specs[len(coded) :]:
+        size = num_layers * spec.num_bytes
+        tail.append(room[at : at + size].reshape(num_layers, *spec.shape))
+        at += size
+    buffers = _plane_buffers(coded)
     scratch = kind.scratch(hidden_size)
-    streams: list[list[Buffer]] = [[] for _ in specs]
+    streams: list[list[Buffer]] = [[] for _ in coded]
     for layer in range(num_layers):
-        planes = [own[layer % len(own)] for own in buffers]
-        kind.split(block_TLH[:, layer], planes, scratch)
-        for stored, spec, plane in zip(streams, specs, planes, strict=True):
-            stored.append(code_plane(plane) if spec.coded else plane.reshape(-1))
-    return pack_streams(streams, [spec.num_bytes for spec in specs])
+        kind.split(block_TLH[:, layer], [*buffers, *(plane[layer] for plane in tail)], scratch)
+        for stored, plane in zip(streams, buffers, strict=True):
+            stored.append(code_plane(plane))
+    streams += [[plane[layer].reshape(-1) for layer in range(num_layers)] for plane in tail]
+    head = pack_head(streams, [spec.num_bytes for spec in specs], len(coded))
+    start = end - len(head)
+    room[start:end] = np.frombuffer(head, np.uint8)
+    return memoryview(room)[start:].toreadonly()
 
 
 def _decode_raw(payload: Buffer, out: NDArray[Any]) -> None:

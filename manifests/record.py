@@ -51,7 +51,7 @@ class Draft:
     tokens: int
     raw_bytes: int
     content: dict[str, Any]
-    payloads: Sequence[tuple[str, bytes]]
+    payloads: Sequence[tuple[str, bytes | memoryview]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -90,17 +90,24 @@ def run(
     `model_folder` is the model that the states in the file came from: lossy codecs then get their
     KL through its lm_head.
     """
-    if states_file is None:
-        # only here, so that a file can be benched where there is no torch
-        from draftmill.tools.bench import states as bench_states
-        from draftmill.tools.demo import cache_folder
-        from draftmill.tools.embedded import ensure_model
-
-        model_folder = ensure_model(cache_folder())
-        states_file = bench_states.saved_states(model_folder, cache_folder())
+    states, embedded = states_of_bench(states_file)
+    model_folder = model_folder or embedded
     target = TargetModel.from_folder(model_folder) if model_folder else None
     settings = ShardsBench(codecs=tuple(codecs), rounds=rounds)
-    return bench_shards(load_states(states_file), settings, target=target)
+    return bench_shards(states, settings, target=target)
+
+
+def states_of_bench(states_file: Path | None) -> tuple[Words, Path | None]:
+    """The states in a file or, without one, those of the embedded model, and its folder."""
+    if states_file is not None:
+        return load_states(states_file), None
+    # only here, so that a file can be benched where there is no torch
+    from draftmill.tools.bench import states as bench_states
+    from draftmill.tools.demo import cache_folder
+    from draftmill.tools.embedded import ensure_model
+
+    model_folder = ensure_model(cache_folder())
+    return load_states(bench_states.saved_states(model_folder, cache_folder())), model_folder
 
 
 def bench_shards(
@@ -136,7 +143,7 @@ class _Contender(ABC):
     def __init__(self, samples: Sequence[Words]) -> None:
         self.samples = samples
         self.out = [np.zeros_like(sample) for sample in samples]
-        self.stored: list[list[bytes]] = [[] for _ in samples]
+        self.stored: list[Sequence[bytes | memoryview]] = [[] for _ in samples]
         for index in range(len(samples)):
             self.encode(index)
 
