@@ -298,6 +298,17 @@ class DatasetWriter:
             rows = self.manifest.rows("SELECT count(*) FROM state WHERE state = ?", [state])
         return int(rows[0][0])
 
+    def to_extract(self, max_seq_len: int) -> tuple[int, int]:
+        """How many samples wait for hidden states, and their tokens, cut at `max_seq_len`."""
+        with self.lock:
+            count, tokens = self.manifest.rows(
+                "SELECT count(*), coalesce(sum(least(y.tokens, ?)), 0)::BIGINT FROM state s "
+                "JOIN payloads y ON y.id = s.id AND y.stage = 'generate' "
+                "AND y.attempt = s.generate_payload WHERE s.state = 'generated'",
+                [max_seq_len],
+            )[0]
+        return int(count), int(tokens)
+
     def summary(self) -> dict[str, Any]:
         """The document of `status --json`, measured now."""
         with self.lock:
