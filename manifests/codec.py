@@ -92,7 +92,8 @@ def encode_states(
         return [flat[at * row : (at + block_tokens) * row].toreadonly() for at in starts]
     kind = layer_codec(codec)
     if room is None:
-        size = worst_case_bytes(*states_TLH.shape, codec, block_tokens=block_tokens)
+        tokens, layers, hidden = states_TLH.shape
+        size = worst_case_bytes(tokens, layers, hidden, codec, block_tokens=block_tokens)
         room = np.empty(size, np.uint8)
     payloads: list[memoryview] = []
     for at in starts:

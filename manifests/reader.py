@@ -66,9 +66,12 @@ class ShardReader:
             for sealed in (True, False):
                 try:
                     path = shard_path(folder, number, sealed=sealed)
-                    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 except FileNotFoundError:
                     continue
+                # Samples are read whole and in any order: what the kernel reads ahead is not used.
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+                return fd
         raise DamagedError("the shard file is missing", shard=f"{kind}/{number:06d}", offset=0)
 
     def header(self, stage: Stage, location: Location) -> Record:

@@ -9,6 +9,7 @@ Legend: T tokens, L layers, H hidden size; states are bf16 bit patterns, uint16 
 
 from __future__ import annotations
 
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,8 @@ from draftmill.manifests import codec
 from draftmill.manifests.errors import UsageError
 from draftmill.manifests.target import TargetModel
 from draftmill.tools.bench import codec_error
+from draftmill.tools.bench.figure import Figure
+from draftmill.tools.bench.reads import bench_reads
 
 BASELINE = "zstd-1"
 FP8 = "fp8-e4m3"
@@ -33,16 +35,6 @@ SAMPLE_TOKENS = 2048
 _MIN_ROUNDS = 5
 
 Words = NDArray[np.uint16]
-
-
-class Figure(TypedDict):
-    """One figure; `ratio` is `value` over the same figure of `baseline`."""
-
-    name: str
-    value: float
-    unit: str
-    baseline: str | None
-    ratio: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +86,8 @@ def run(
     model_folder = model_folder or embedded
     target = TargetModel.from_folder(model_folder) if model_folder else None
     settings = ShardsBench(codecs=tuple(codecs), rounds=rounds)
-    return bench_shards(states, settings, target=target)
+    figures = bench_shards(states, settings, target=target)
+    return figures + bench_reads(states, Path(tempfile.gettempdir()))
 
 
 def states_of_bench(states_file: Path | None) -> tuple[Words, Path | None]:
