@@ -150,7 +150,7 @@ class ShardReader:
         try:
             parts = {name: bytes(part) for name, part in payloads.items()}
             return record.decode_completion(head[0], parts, text=text)
-        except (DamagedError, KeyError, TypeError, ValueError) as error:
+        except (DamagedError, LookupError, TypeError, ValueError) as error:
             raise self._damaged("completions", location, str(error)) from error
 
     def states(

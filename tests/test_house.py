@@ -22,7 +22,7 @@ DOORS = {
     "speculators": "trainer/draft_model*.py",
     "tenacity": "builder/requests/client.py",
     "vllm": "builder/serving/connector.py",
-    "zstandard": "manifests/codec.py",
+    "zstandard": "manifests/frames.py",
 }
 # It runs inside the server's environment, where draftmill is not installed.
 CONNECTOR = Path("builder/serving/connector.py")
