@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from draftmill.manifests import files
+from draftmill.manifests.codec_error import ErrorSums
 from draftmill.manifests.manifest import Manifest
 from draftmill.manifests.types import STATES
 
@@ -52,6 +54,7 @@ def summarize(
         },
         "truncated": tokens[2],
         "cut_at_max_seq_len": cut,
+        "codec_error": {name: sums.figures() for name, sums in codec_errors(manifest).items()},
         "disk": {
             "budget_bytes": budget_bytes,
             "used_bytes": used,
@@ -68,3 +71,10 @@ def summarize(
             "samples_that_still_fit": int(room // (stored / samples)) if stored else None,
         },
     }
+
+
+def codec_errors(manifest: Manifest) -> dict[str, ErrorSums]:
+    """What lossy codecs were measured to cost in this dataset, by codec."""
+    prefix = "codec_error."
+    rows = manifest.rows("SELECT key, value FROM meta WHERE starts_with(key, ?)", [prefix])
+    return {key[len(prefix) :]: ErrorSums(**json.loads(value)) for key, value in sorted(rows)}

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftmill.manifests import files, queries, record, schema
-from draftmill.manifests.errors import (
-    BudgetError,
-    DatasetError,
-    SettingsMismatch,
-)
+from draftmill.manifests.codec_error import ErrorSums
+from draftmill.manifests.errors import BudgetError, DatasetError, SettingsMismatch
 from draftmill.manifests.layout import Layout
 from draftmill.manifests.manifest import Manifest
 from draftmill.manifests.reader import ShardReader
@@ -38,7 +35,7 @@ from draftmill.manifests.shard import (
     list_shards,
 )
 from draftmill.manifests.snapshot import write_snapshot
-from draftmill.manifests.summary import summarize
+from draftmill.manifests.summary import codec_errors, summarize
 from draftmill.manifests.types import (
     GeneratedSample,
     Location,
@@ -289,6 +286,13 @@ class DatasetWriter:
                     self.manifest.set_meta(key, json.dumps(new, sort_keys=True))
                     self.manifest.set_meta(f"fingerprint.{stage}", tag)
                 self._tags[stage] = tag
+
+    def add_codec_error(self, codec: str, found: ErrorSums) -> None:
+        """Add what a lossy codec was measured to cost to what the dataset has of it."""
+        with self.lock:
+            sums = codec_errors(self.manifest).get(codec, ErrorSums()) + found
+            with self.manifest.transaction("codec_error"):
+                self.manifest.set_meta(f"codec_error.{codec}", json.dumps(asdict(sums)))
 
     # -- what others see ---------------------------------------------------------------------
 

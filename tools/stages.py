@@ -15,12 +15,19 @@ from draftmill.builder.extraction.stage import Layers, extract
 from draftmill.builder.generation.stage import generate
 from draftmill.builder.progress import StageReport
 from draftmill.builder.serving.launcher import Server
+from draftmill.manifests.codec_names import is_lossless
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import UsageError
 from draftmill.manifests.writer import DatasetWriter
 from draftmill.tools.account import budget_account
 from draftmill.tools.render import Display, say, stage_line
-from draftmill.tools.settings import Settings, load, staging_folder, writer_options
+from draftmill.tools.settings import (
+    Settings,
+    load,
+    staging_folder,
+    target_model,
+    writer_options,
+)
 from draftmill.tools.train import make_vocab
 
 Kind = Literal["generate", "extract"]
@@ -78,6 +85,7 @@ async def run_extract(
                 limit_bytes=writer.budget_bytes, dataset=writer.dataset.path, staging=staging
             ),
             on_progress=show,
+            target=None if is_lossless(settings.extract.codec) else target_model(settings),
         )
     say(stage_line(report))
     return report

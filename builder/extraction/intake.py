@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from draftmill.builder.extraction.precision import Precision
 from draftmill.builder.extraction.staging import StagedFile, Staging
 from draftmill.builder.extraction.validate import StatesCheck, check_shape, check_token_ids
 from draftmill.manifests.codec import encode_states
@@ -81,6 +82,7 @@ def take_in(
     codec: str,
     digest: str,
     rooms: Rooms | None = None,
+    precision: Precision | None = None,
 ) -> Taken:
     """Read, check and encode one staged file. The payload lies in memory of `rooms`.
 
@@ -109,6 +111,8 @@ def take_in(
             blocks.extend(_encoded(part_TLH, codec, first, layers, room))
             if room is not None:
                 used.append(room)
+            if first == 0 and precision is not None and precision.is_wanted():
+                precision.measure(part_TLH[:BLOCK_TOKENS], blocks[0])
         warning = check.finish()
     payload = StatesPayload(
         codec=codec,

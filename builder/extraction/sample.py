@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from draftmill.builder.budget import Budget, Reservation
 from draftmill.builder.extraction.intake import Layers, LengthMismatchError, Rooms, take_in
 from draftmill.builder.extraction.leftovers import Leftovers
+from draftmill.builder.extraction.precision import Precision
 from draftmill.builder.extraction.servers import ExtractServer, ExtractServers
 from draftmill.builder.extraction.settings import ExtractSettings
 from draftmill.builder.extraction.staging import LockHeldError, Staging
@@ -83,6 +84,7 @@ class SampleRunner:
         num_threads: int,
         deliver: Deliver,
         on_wait: Callable[[], None],
+        precision: Precision | None = None,
     ) -> None:
         self.servers = servers
         self.staging = staging
@@ -95,6 +97,7 @@ class SampleRunner:
         self.on_wait = on_wait
         self.numbers = itertools.count(1)
         self.rooms = Rooms()
+        self.precision = precision
         # Also held while a payload waits to be committed: so few are in memory.
         self.encoding = asyncio.Semaphore(num_threads + 1)
         self.retries = RetryBudget()
@@ -259,6 +262,7 @@ class _Sample:
                 runner.settings.codec,
                 self.sample.digest,
                 runner.rooms,
+                runner.precision,
             )
             size = sum(map(len, taken.payload.blocks))
 

@@ -21,6 +21,7 @@ from draftmill.builder.budget import Budget
 from draftmill.builder.commit import Committer
 from draftmill.builder.extraction.intake import Layers
 from draftmill.builder.extraction.leftovers import Leftovers
+from draftmill.builder.extraction.precision import Precision
 from draftmill.builder.extraction.sample import SampleRunner
 from draftmill.builder.extraction.servers import ExtractServers
 from draftmill.builder.extraction.settings import ExtractSettings
@@ -28,8 +29,10 @@ from draftmill.builder.extraction.staging import Staging
 from draftmill.builder.progress import OnProgress, Progress, RateMeter, StageReport
 from draftmill.builder.requests.client import TargetClient
 from draftmill.builder.stop import StopSignals
+from draftmill.manifests.codec_error import ErrorSums
 from draftmill.manifests.errors import BudgetError, ServerError
 from draftmill.manifests.layout import Layout
+from draftmill.manifests.target import TargetModel
 from draftmill.manifests.types import GeneratedSample, Result, State
 
 __all__ = ["ExtractSettings", "ExtractWriter", "Layers", "extract"]
@@ -53,6 +56,7 @@ class ExtractWriter(Protocol):
     def commit(self, results: Sequence[Result]) -> None: ...
     def publish(self, *, running: Mapping[str, Any] | None = None) -> None: ...
     def check_fingerprint(self, stage: str, values: Mapping[str, Any]) -> None: ...
+    def add_codec_error(self, codec: str, found: ErrorSums) -> None: ...
 
 
 async def extract(
@@ -65,17 +69,20 @@ async def extract(
     staging: Path,
     budget: Budget,
     on_progress: OnProgress | None = None,
+    target: TargetModel | None = None,
 ) -> StageReport:
     """Extracts until no row is `generated`, the budget is full, a signal comes or nothing helps.
 
-    `layers` are those that the server was started with, the last one included. Raises ServerError,
+    `layers` are those that the server was started with, the last one included; through the weights
+    of `target` a lossy codec is measured now and then. Raises ServerError,
     SettingsMismatch or ConfigError before the first request when servers, settings or the staging
     folder do not fit. A first SIGINT or SIGTERM keeps what arrives within a short grace, a second
     ends at once. Rows in flight stay `generated`.
     """
     begun = time.monotonic()
     with StopSignals() as signals:
-        stage = _Stage(writer, settings, layers, budget, on_progress)
+        precision = Precision(settings.codec, layers.layer_ids, target)
+        stage = _Stage(writer, settings, layers, budget, on_progress, precision)
         try:
             await stage.run(urls, model, staging, signals)
         except asyncio.CancelledError:
@@ -96,6 +103,7 @@ class _Stage:
         layers: Layers,
         budget: Budget,
         on_progress: OnProgress | None,
+        precision: Precision,
     ) -> None:
         self.report = StageReport(stage="extract")
         self._writer = writer
@@ -103,6 +111,7 @@ class _Stage:
         self._layers = layers
         self._budget = budget
         self._on_progress = on_progress
+        self._precision = precision
         self._progress = Progress(stage="extract", budget_bytes=budget.limit_bytes)
         self._committer = Committer(_Publisher(self), on_committed=self._committed)
         self._jobs: set[asyncio.Task[None]] = set()
@@ -148,6 +157,7 @@ class _Stage:
                 num_threads=num_threads,
                 deliver=self._deliver,
                 on_wait=self._committer.kick,
+                precision=self._precision,
             )
             try:
                 await self._commit_all(runner, served, signals)
@@ -332,6 +342,9 @@ class _Publisher:
 
     def commit(self, results: Sequence[Result], /) -> None:
         self._stage._writer.commit(results)
+        found = self._stage._precision.take()
+        if found is not None:
+            self._stage._writer.add_codec_error(self._stage._precision.codec, found)
 
     def publish(self) -> None:
         self._stage._writer.publish(running=asdict(self._stage._progress))

@@ -9,7 +9,7 @@ import pytest
 
 from draftmill.manifests.errors import ConfigError
 from draftmill.tools.bench.extract import ExtractBench, bench_extract
-from tests.tools.test_codec_error import normal_words
+from tests.manifests.test_codec_error import normal_words
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from draftmill.tools.bench.reads import (
     read_bytes,
     write_samples,
 )
-from tests.tools.test_codec_error import normal_words
+from tests.manifests.test_codec_error import normal_words
 
 SAMPLES = 200
 PAGE = mmap.PAGESIZE

@@ -21,10 +21,9 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.manifests import codec
+from draftmill.manifests import codec, codec_error
 from draftmill.manifests.errors import UsageError
 from draftmill.manifests.target import TargetModel
-from draftmill.tools.bench import codec_error
 from draftmill.tools.bench.figure import Figure
 from draftmill.tools.bench.reads import bench_reads
 
