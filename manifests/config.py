@@ -204,7 +204,7 @@ def _suggestion(name: str, known: Mapping[str, Any]) -> str:
 
 
 def _where(path: Path, text: str, section: str | None, key: str, entry: int | None = None) -> str:
-    """`FILE line N` of a key, or of a section's header; where a list's entry lacks it, its header."""
+    """`FILE line N` of a key or section; the header of a list's entry that lacks the key."""
     number = _line(text, section, key, entry)
     if number is None and section is not None and entry is not None:
         number = _line(text, section, None, entry)

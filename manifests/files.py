@@ -213,7 +213,7 @@ def disk_full_is_budget(path: Path) -> Iterator[None]:
         if error.errno not in DISK_FULL:
             raise
         raise BudgetError(
-            f"{path}: {error.strerror}. Free space, lower the budget or evict hidden states; "
+            f"{path}: {error.strerror}. Free space on the disk or evict hidden states; "
             "what was committed is safe."
         ) from error
 

@@ -76,9 +76,12 @@ class ShardReader:
             for sealed in (True, False):
                 try:
                     path = shard_path(folder, number, sealed=sealed)
-                    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 except FileNotFoundError:
                     continue
+                # Samples are read whole and in any order: what the kernel reads ahead is not used.
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+                return fd
         raise DamagedError("the shard file is missing", shard=f"{kind}/{number:06d}", offset=0)
 
     def header(self, stage: Stage, location: Location) -> Record:
@@ -157,7 +160,7 @@ class ShardReader:
         try:
             parts = {name: bytes(part) for name, part in payloads.items()}
             return record.decode_completion(head[0], parts, text=text)
-        except (DamagedError, KeyError, TypeError, ValueError) as error:
+        except (DamagedError, LookupError, TypeError, ValueError) as error:
             raise self._damaged("completions", location, str(error)) from error
 
     def blocks(self, location: Location, *, tokens: int | None = None) -> StatesBlocks:

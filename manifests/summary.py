@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from draftmill.manifests import files
+from draftmill.manifests.codec_error import ErrorSums
 from draftmill.manifests.manifest import Manifest
 from draftmill.manifests.types import STATES
 
@@ -56,6 +58,7 @@ def summarize(
         "off_policy": _off_policy(manifest, sources),
         "sources": sources,
         "rejected": _rejected(manifest),
+        "codec_error": {name: sums.figures() for name, sums in codec_errors(manifest).items()},
         "disk": {
             "budget_bytes": budget_bytes,
             "used_bytes": used,
@@ -109,3 +112,10 @@ def _rejected(manifest: Manifest) -> dict[str, dict[str, int]]:
     ):
         found.setdefault(stage, {})[gate or "unknown"] = count
     return found
+
+
+def codec_errors(manifest: Manifest) -> dict[str, ErrorSums]:
+    """What lossy codecs were measured to cost in this dataset, by codec."""
+    prefix = "codec_error."
+    rows = manifest.rows("SELECT key, value FROM meta WHERE starts_with(key, ?)", [prefix])
+    return {key[len(prefix) :]: ErrorSums(**json.loads(value)) for key, value in sorted(rows)}

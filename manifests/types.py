@@ -133,7 +133,7 @@ class StatesPayload:
 
     codec: str
     shape: tuple[int, int, int]
-    blocks: Sequence[bytes]
+    blocks: Sequence[bytes | memoryview]
     digest: str
     target_layer_ids: tuple[int, ...]
 

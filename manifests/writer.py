@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftmill.manifests import files, queries, record, schema
-from draftmill.manifests.errors import (
-    BudgetError,
-    DatasetError,
-    SettingsMismatch,
-)
+from draftmill.manifests.codec_error import ErrorSums
+from draftmill.manifests.errors import BudgetError, DatasetError, SettingsMismatch
 from draftmill.manifests.layout import Layout
 from draftmill.manifests.manifest import Manifest
 from draftmill.manifests.reader import ShardReader
@@ -38,7 +35,7 @@ from draftmill.manifests.shard import (
     list_shards,
 )
 from draftmill.manifests.snapshot import write_snapshot
-from draftmill.manifests.summary import summarize
+from draftmill.manifests.summary import codec_errors, summarize
 from draftmill.manifests.types import (
     GeneratedSample,
     Location,
@@ -300,6 +297,13 @@ class DatasetWriter:
                     self.manifest.set_meta(f"fingerprint.{stage}", tag)
                 self._tags[stage] = tag
 
+    def add_codec_error(self, codec: str, found: ErrorSums) -> None:
+        """Add what a lossy codec was measured to cost to what the dataset has of it."""
+        with self.lock:
+            sums = codec_errors(self.manifest).get(codec, ErrorSums()) + found
+            with self.manifest.transaction("codec_error"):
+                self.manifest.set_meta(f"codec_error.{codec}", json.dumps(asdict(sums)))
+
     # -- what others see ---------------------------------------------------------------------
 
     def count(self, state: State, *, off_policy: bool = False) -> int:
@@ -308,6 +312,17 @@ class DatasetWriter:
         with self.lock:
             rows = self.manifest.rows(f"SELECT count(*) FROM state WHERE state = ?{given}", [state])
         return int(rows[0][0])
+
+    def to_extract(self, max_seq_len: int) -> tuple[int, int]:
+        """How many samples wait for hidden states, and their tokens, cut at `max_seq_len`."""
+        with self.lock:
+            count, tokens = self.manifest.rows(
+                "SELECT count(*), coalesce(sum(least(y.tokens, ?)), 0)::BIGINT FROM state s "
+                "JOIN payloads y ON y.id = s.id AND y.stage = 'generate' "
+                "AND y.attempt = s.generate_payload WHERE s.state = 'generated'",
+                [max_seq_len],
+            )[0]
+        return int(count), int(tokens)
 
     def summary(self) -> dict[str, Any]:
         """The document of `status --json`, measured now."""

@@ -24,7 +24,7 @@ DOORS: dict[str, str | tuple[str, ...]] = {
     "speculators": ("trainer/draft_model*.py", "trainer/speculators_store.py"),
     "tenacity": "builder/requests/client.py",
     "vllm": "builder/serving/connector.py",
-    "zstandard": "manifests/codec.py",
+    "zstandard": "manifests/frames.py",
 }
 # It runs inside the server's environment, where draftmill is not installed.
 CONNECTOR = Path("builder/serving/connector.py")

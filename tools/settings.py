@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from draftmill.builder.budget import parse_budget
+from draftmill.builder.budget import check_budget, parse_budget
 from draftmill.builder.extraction.settings import ExtractSettings
 from draftmill.builder.generation.settings import GenerateSettings
 from draftmill.builder.serving.command import ServeSettings
@@ -48,7 +48,7 @@ class DatasetSettings:
             raise ValueError(f"max_prompts: at least 1, not {self.max_prompts}")
         if self.disk_budget:
             try:
-                parse_budget(self.disk_budget, Path("/"))
+                check_budget(parse_budget(self.disk_budget, Path("/")))
             except ValueError as error:
                 raise ValueError(f"disk_budget: {error}") from error
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
@@ -19,6 +19,7 @@ from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import UsageError
 from draftmill.manifests.target import find_folder
 from draftmill.manifests.writer import DatasetWriter
+from draftmill.tools.account import budget_account
 from draftmill.tools.render import Display, say, stage_line
 from draftmill.tools.settings import (
     Settings,
@@ -171,8 +172,22 @@ def build(
             last = reports[-1]
             if last.interrupted or last.stopped or last.over_budget:
                 break
-        left = writer.summary()["prompts"]
-    return reports, left
+        summary = writer.summary()
+        if any(report.over_budget for report in reports):
+            say(_account(writer, settings, summary))
+    return reports, summary["prompts"]
+
+
+def _account(writer: DatasetWriter, settings: Settings, summary: dict[str, Any]) -> str:
+    target, codec = settings.target, settings.extract.codec
+    left, left_tokens = writer.to_extract(settings.extract.max_seq_len)
+    return budget_account(
+        summary,
+        left=left,
+        left_tokens=left_tokens,
+        bytes_per_token=2 * target.hidden_size * len(target.extraction_layer_ids),
+        codec=codec,
+    )
 
 
 def finish(ctx: click.Context, reports: Sequence[StageReport], left: dict[str, int]) -> None:

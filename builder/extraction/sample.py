@@ -13,8 +13,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
 from draftmill.builder.budget import Budget, Reservation
-from draftmill.builder.extraction.intake import Layers, LengthMismatchError, take_in
+from draftmill.builder.extraction.intake import Layers, LengthMismatchError, Rooms, take_in
 from draftmill.builder.extraction.leftovers import Leftovers
+from draftmill.builder.extraction.precision import Precision
 from draftmill.builder.extraction.servers import ExtractServer, ExtractServers
 from draftmill.builder.extraction.settings import ExtractSettings
 from draftmill.builder.extraction.staging import LockHeldError, Staging
@@ -86,6 +87,7 @@ class SampleRunner:
         deliver: Deliver,
         before_sample: BeforeSample,
         on_wait: Callable[[], None],
+        precision: Precision | None = None,
     ) -> None:
         self.servers = servers
         self.staging = staging
@@ -98,6 +100,8 @@ class SampleRunner:
         self.on_wait = on_wait
         self.before_sample = before_sample
         self.numbers = itertools.count(1)
+        self.rooms = Rooms()
+        self.precision = precision
         # Also held while a payload waits to be committed: so few are in memory.
         self.encoding = asyncio.Semaphore(num_threads + 1)
         self.retries = RetryBudget()
@@ -255,7 +259,7 @@ class _Sample:
     async def _take_in(self, name: str, request_id: str, reservation: Reservation) -> None:
         runner = self.runner
         async with runner.encoding:
-            payload, warning = await asyncio.get_running_loop().run_in_executor(
+            taken = await asyncio.get_running_loop().run_in_executor(
                 runner.threads,
                 take_in,
                 runner.staging,
@@ -264,16 +268,19 @@ class _Sample:
                 runner.layers,
                 runner.settings.codec,
                 self.sample.digest,
+                runner.rooms,
+                runner.precision,
             )
-            size = sum(map(len, payload.blocks))
+            size = sum(map(len, taken.payload.blocks))
 
             def committed() -> None:
+                runner.rooms.give_back(taken.rooms)
                 runner.staging.remove(name)
                 runner.leftovers.live.discard(request_id)
                 reservation.stored(size + self._overhead())
                 reservation.release()
 
-            await runner.deliver(self._extracted(payload, warning), size, committed)
+            await runner.deliver(self._extracted(taken.payload, taken.warning), size, committed)
         runner.retries.succeeded()
 
     def _discard(self, name: str | None, request_id: str, reservation: Reservation) -> None:

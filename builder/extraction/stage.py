@@ -23,6 +23,7 @@ from draftmill.builder.extraction.canary import Canary
 from draftmill.builder.extraction.held_back import BAD, HeldBack
 from draftmill.builder.extraction.intake import Layers
 from draftmill.builder.extraction.leftovers import Leftovers
+from draftmill.builder.extraction.precision import Precision
 from draftmill.builder.extraction.sample import SampleRunner
 from draftmill.builder.extraction.servers import ExtractServers
 from draftmill.builder.extraction.settings import ExtractSettings
@@ -31,6 +32,7 @@ from draftmill.builder.extraction.watch import CanaryWatch
 from draftmill.builder.progress import OnProgress, Progress, RateMeter, StageReport
 from draftmill.builder.requests.client import TargetClient
 from draftmill.builder.stop import StopSignals
+from draftmill.manifests.codec_error import ErrorSums
 from draftmill.manifests.errors import BudgetError, ServerError
 from draftmill.manifests.layout import Layout
 from draftmill.manifests.target import TargetModel
@@ -56,6 +58,7 @@ class ExtractWriter(Protocol):
     def commit(self, results: Sequence[Result]) -> None: ...
     def publish(self, *, running: Mapping[str, Any] | None = None) -> None: ...
     def check_fingerprint(self, stage: str, values: Mapping[str, Any]) -> None: ...
+    def add_codec_error(self, codec: str, found: ErrorSums) -> None: ...
 
 
 async def extract(
@@ -73,16 +76,17 @@ async def extract(
 ) -> StageReport:
     """Extracts until no row is `generated`, the budget is full, a signal comes or nothing helps.
 
-    `layers` are those that the server was started with, the last one included. `target`, where its
-    weights are at hand, is what the canary compares with; `say` gets its findings. Raises
-    ServerError, SettingsMismatch or ConfigError before the first request when servers, settings,
-    weights or the staging folder do not fit. A first SIGINT or SIGTERM keeps what arrives within a
-    short grace, a second ends at once. Rows in flight stay `generated`.
+    `layers` are those that the server was started with, the last one included. With `target`, where
+    its weights are at hand, the canary compares and a lossy codec is measured; `say` gets the
+    canary's findings. Raises ServerError, SettingsMismatch or ConfigError before the first request
+    when servers, settings, weights or the staging folder do not fit. A first SIGINT or SIGTERM
+    keeps what arrives within a short grace, a second ends at once. Rows in flight stay `generated`.
     """
     begun = time.monotonic()
     with StopSignals() as signals:
         canary = Canary(target, layers, settings, say or log.warning)
-        stage = _Stage(writer, settings, canary, budget, on_progress)
+        precision = Precision(settings.codec, layers.layer_ids, target)
+        stage = _Stage(writer, settings, canary, budget, on_progress, precision)
         try:
             await stage.run(urls, model, staging, signals)
         except asyncio.CancelledError:
@@ -103,6 +107,7 @@ class _Stage:
         canary: Canary,
         budget: Budget,
         on_progress: OnProgress | None,
+        precision: Precision,
     ) -> None:
         self.report = StageReport(stage="extract")
         self._writer = writer
@@ -110,6 +115,7 @@ class _Stage:
         self._canary, self._layers = canary, canary.layers
         self._budget = budget
         self._on_progress = on_progress
+        self._precision = precision
         self._progress = Progress(stage="extract", budget_bytes=budget.limit_bytes)
         self._committer = Committer(_Publisher(self), on_committed=self._committed)
         self._jobs: set[asyncio.Task[None]] = set()
@@ -167,6 +173,7 @@ class _Stage:
                 deliver=self._deliver,
                 before_sample=watch.before_sample,
                 on_wait=self._committer.kick,
+                precision=self._precision,
             )
             try:
                 await self._commit_all(runner, served, signals)
@@ -341,6 +348,9 @@ class _Publisher:
 
     def commit(self, results: Sequence[Result], /) -> None:
         self._stage._writer.commit(results)
+        found = self._stage._precision.take()
+        if found is not None:
+            self._stage._writer.add_codec_error(self._stage._precision.codec, found)
 
     def publish(self) -> None:
         self._stage._writer.publish(running=asdict(self._stage._progress))

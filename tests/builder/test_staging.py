@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftmill.builder.extraction import staging as staging_module
-from draftmill.builder.extraction.intake import Layers, LengthMismatchError, take_in
+from draftmill.builder.extraction.intake import Layers, LengthMismatchError, Rooms, take_in
 from draftmill.builder.extraction.staging import IncompleteFileError, LockHeldError, Staging
 from draftmill.builder.requests.failures import GarbledReplyError
 from draftmill.manifests.codec import CODECS, decode_states, is_lossless
@@ -51,14 +51,15 @@ def wait(staging: Staging, name: str, timeout_s: float = 5.0) -> None:
 
 
 def take(staging: Staging, name: str) -> str | None:
-    return take_in(staging, name, IDS, LAYERS, "em-zfast", "digest")[1]
+    return take_in(staging, name, IDS, LAYERS, "em-zfast", "digest").warning
 
 
 def test_states_arrive_bit_for_bit(staging: Staging) -> None:
     name = put(staging)
     wait(staging, name)
-    payload, warning = take_in(staging, name, IDS, LAYERS, "em-zfast", "digest")
-    assert warning is None
+    taken = take_in(staging, name, IDS, LAYERS, "em-zfast", "digest")
+    assert taken.warning is None
+    payload = taken.payload
     assert payload.shape == (600, 4, 32)
     out = np.empty(payload.shape, np.uint16)
     decode_states("em-zfast", payload.blocks, out)
@@ -71,10 +72,28 @@ def test_parts_give_the_same_payload_as_the_whole(
     staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = put(staging)
-    whole, _ = take_in(staging, name, IDS, LAYERS, "em-zfast", "digest")
+    whole = take_in(staging, name, IDS, LAYERS, "em-zfast", "digest").payload
     monkeypatch.setattr("draftmill.builder.extraction.intake._PART_BYTES", 1)
-    parts, _ = take_in(staging, name, IDS, LAYERS, "em-zfast", "digest")
+    parts = take_in(staging, name, IDS, LAYERS, "em-zfast", "digest").payload
     assert list(parts.blocks) == list(whole.blocks)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_memory_is_used_again_once_it_is_given_back(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    monkeypatch.setattr("draftmill.builder.extraction.intake._PART_BYTES", 1)
+    name, rooms = put(staging), Rooms(most=3)
+    first = take_in(staging, name, IDS, LAYERS, codec, "digest", rooms)
+    kept = [bytes(block) for block in first.payload.blocks]
+    second = take_in(staging, name, IDS, LAYERS, codec, "digest", rooms)
+    assert [bytes(block) for block in first.payload.blocks] == kept
+    assert [bytes(block) for block in second.payload.blocks] == kept
+    rooms.give_back(first.rooms)
+    third = take_in(staging, name, IDS, LAYERS, codec, "digest", rooms)
+    assert third.rooms[0] is first.rooms[-1]
+    assert [bytes(block) for block in third.payload.blocks] == kept
+    assert [bytes(block) for block in second.payload.blocks] == kept
 
 
 @pytest.mark.parametrize(
@@ -127,7 +146,7 @@ def test_any_number_anywhere_is_stored_or_rejected_by_its_place(
         with pytest.raises(RejectedError, match=place):
             take_in(staging, name, IDS, LAYERS, codec, "digest")
         return
-    payload, _ = take_in(staging, name, IDS, LAYERS, codec, "digest")
+    payload = take_in(staging, name, IDS, LAYERS, codec, "digest").payload
     out = np.empty(payload.shape, np.uint16)
     decode_states(codec, payload.blocks, out)
     if is_lossless(codec):

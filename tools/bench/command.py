@@ -79,7 +79,7 @@ def loader_command(
 ) -> None:
     """The training loader against speculators' files, on samples made for it at SmolLM2's sizes.
 
-    
+    \b
     draftmill bench loader
     draftmill bench loader --device cuda --size 4GiB --threads 8 --folder /data
     """
@@ -96,6 +96,43 @@ def loader_command(
     )
     with tempfile.TemporaryDirectory(prefix="draftmill-bench-", dir=folder) as scratch:
         show(loader.run(options, Path(scratch)), as_json=as_json)
+
+
+@bench_command.command("extract")
+@click.option("--states", metavar="FILE", help="A .npy of bf16 bit patterns, uint16 [T, L, H].")
+@click.option("--samples", default=96, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--sample-tokens", default=4096, show_default=True, type=click.IntRange(min=32), metavar="N"
+)
+@click.option("--codec", default="em-zfast", show_default=True)
+@click.option("--folder", metavar="DIR", help="Where the datasets go. [default: TMPDIR]")
+@_common
+def extract_command(
+    states: str | None,
+    samples: int,
+    sample_tokens: int,
+    codec: str,
+    folder: str | None,
+    rounds: int,
+    as_json: bool,
+) -> None:
+    """The extract stage against its codec alone; the server's files are there already.
+
+    \b
+    draftmill bench extract
+    draftmill bench extract --states mine.npy --folder /data --json
+    """
+    from draftmill.tools.bench import extract
+
+    found = extract.run(
+        Path(states) if states else None,
+        rounds=rounds,
+        samples=samples,
+        sample_tokens=sample_tokens,
+        codec=codec,
+        **({"folder": Path(folder)} if folder else {}),
+    )
+    show(found, as_json=as_json)
 
 
 def show(found: Figures, *, as_json: bool) -> None:
