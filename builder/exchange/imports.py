@@ -78,10 +78,11 @@ def import_folder(
 ) -> ImportReport:
     """Adds what the dataset does not have yet. Raises SourceFileError and BudgetError."""
     report = ImportReport()
+    table = form.Table(folder)
     rows: dict[str, int] = {}
 
     def prompts() -> Iterator[Prompt]:
-        for row, found in enumerate(form.read_rows(folder)):
+        for row, found in enumerate(table):
             sample = _sample_of(row, found, source)
             if sample is None:
                 report.useless += 1
@@ -92,7 +93,9 @@ def import_folder(
 
     added = writer.add_prompts(prompts())
     report.new, report.known = added.added, added.known
-    _Import(writer, folder, source, layers, codec, max_seq_len, report, rows, on_sample).run()
+    _Import(
+        writer, folder, table, source, layers, codec, max_seq_len, report, rows, on_sample
+    ).run()
     return report
 
 
@@ -150,6 +153,7 @@ class _Import:
         self,
         writer: DatasetWriter,
         folder: Path,
+        table: form.Table,
         source: str,
         layers: Layers,
         codec: str,
@@ -160,6 +164,7 @@ class _Import:
     ) -> None:
         self._writer = writer
         self._folder = folder
+        self._table = table
         self._source = source
         self._layers = layers
         self._codec = codec
@@ -175,12 +180,9 @@ class _Import:
         self._completions()
         self._states()
 
-    # Rows are walked in the order of the table, which is that of the ids they were given.
-
     def _completions(self) -> None:
-        samples = self._samples()
         for prompt in _pages(self._writer.pending):
-            if (sample := samples(prompt.hash)) is None:
+            if (sample := self._sample(prompt.hash)) is None:
                 continue
             completion = sample.completion
             attempt = Attempt(
@@ -199,9 +201,8 @@ class _Import:
         self._commit()
 
     def _states(self) -> None:
-        samples = self._samples()
         for generated in _pages(self._writer.generated):
-            sample = samples(generated.hash)
+            sample = self._sample(generated.hash)
             if sample is None or not _same(generated, sample):
                 continue
             path = form.states_file(self._folder, sample.row)
@@ -299,24 +300,9 @@ class _Import:
             self._writer.publish(running={"stage": "import", "done": self._report.states})
         self._batch, self._batch_bytes = [], 0
 
-    def _samples(self) -> Callable[[str], _Sample | None]:
-        """Looks samples up by hash, reading the table forward; wanted rows mostly come in order."""
-        rows = enumerate(form.read_rows(self._folder))
-
-        def find(digest: str) -> _Sample | None:
-            nonlocal rows
-            wanted = self._rows.get(digest)
-            if wanted is None:
-                return None
-            for again in (False, True):
-                if again:  # it came before the last one
-                    rows = enumerate(form.read_rows(self._folder))
-                for row, found in rows:
-                    if row == wanted:
-                        return _sample_of(row, found, self._source)
-            return None
-
-        return find
+    def _sample(self, digest: str) -> _Sample | None:
+        row = self._rows.get(digest)
+        return None if row is None else _sample_of(row, self._table[row], self._source)
 
 
 def _same(generated: GeneratedSample, sample: _Sample) -> bool:

@@ -143,7 +143,7 @@ def test_an_export_goes_on_where_it_was(dataset: Dataset, tmp_path: Path) -> Non
         before.items()
         <= {path.name: path.read_bytes() for path in (out / form.STATES).iterdir()}.items()
     )
-    assert len(list(form.read_rows(out))) == 15
+    assert len(form.Table(out)) == 15
 
 
 def test_an_export_keeps_out_of_other_folders(dataset: Dataset, tmp_path: Path) -> None:
