@@ -58,16 +58,13 @@ def export(
             for row, each in enumerate(order)
             if form.digest_of(form.states_file(output, row), fp8=fp8) != samples[each]["digest"]
         ]
-        _check_room(
-            output,
-            [samples[order[row]] for row in left],
-            order,
-            samples,
-            num_layers,
-            hidden_size,
-            fp8,
-            say,
+        text, need = _arithmetic(
+            [samples[order[row]]["tokens"] for row in left],
+            [samples[each]["tokens"] for each in order],
+            (num_layers, hidden_size),
+            fp8=fp8,
         )
+        _check_room(output, text, need, say)
         with disk_full_is_budget(output):
             (output / form.STATES).mkdir(parents=True, exist_ok=True)
             form.write_rows(output, _rows(reader, [samples[each] for each in order]))
@@ -91,7 +88,7 @@ def _order(output: Path, samples: dict[str, dict[str, Any]]) -> list[str]:
     if not output.exists() or not any(output.iterdir()):
         return list(samples)
     try:
-        there = [row.note for row in form.read_rows(output)]
+        there = [row.note for row in form.Table(output)]
     except SourceFileError:
         started = {form.STATES, f".{form.ARROW}.tmp", form.ARROW, "dataset_info.json"}
         if {each.name for each in output.iterdir()} <= started:
@@ -104,36 +101,32 @@ def _order(output: Path, samples: dict[str, dict[str, Any]]) -> list[str]:
                 f"{output} was exported from samples that the dataset does not have now (evicted, "
                 "generated again, or of another dataset). Name a new folder."
             )
-    known = [str(note["hash"]) for note in there]
-    return known + [each for each in samples if each not in set(known)]
+    known = dict.fromkeys(str(note["hash"]) for note in there)
+    return [*known, *(each for each in samples if each not in known)]
 
 
-def _check_room(
-    output: Path,
-    left: list[dict[str, Any]],
-    order: list[str],
-    samples: dict[str, dict[str, Any]],
-    num_layers: int,
-    hidden_size: int,
-    fp8: bool,
-    say: Callable[[str], None],
-) -> None:
-    tokens = sum(each["tokens"] for each in left)
-    states = sum(
-        form.states_bytes(each["tokens"], num_layers, hidden_size, fp8=fp8) for each in left
+def _arithmetic(
+    left: list[int], all_rows: list[int], shape: tuple[int, int], *, fp8: bool
+) -> tuple[str, int]:
+    """How many bytes will be written, in words and in sum; tokens of each sample are given."""
+    layers, hidden = shape
+    states = sum(form.states_bytes(tokens, layers, hidden, fp8=fp8) for tokens in left)
+    table = sum(_TABLE_TOKEN * tokens + _TABLE_ROW for tokens in all_rows)
+    text = (
+        f"{len(left):,} samples, {sum(left):,} tokens × {layers} layers × {hidden:,} × "
+        f"{1 if fp8 else 2} bytes = {format_size(states)}, and {format_size(table)} for the table"
     )
-    table = sum(_TABLE_TOKEN * samples[each]["tokens"] + _TABLE_ROW for each in order)
+    return text, states + table
+
+
+def _check_room(output: Path, text: str, need: int, say: Callable[[str], None]) -> None:
     output.mkdir(parents=True, exist_ok=True)
     volume = os.statvfs(output)
     free = volume.f_bavail * volume.f_frsize
-    text = (
-        f"{len(left):,} samples, {tokens:,} tokens × {num_layers} layers × {hidden_size:,} × "
-        f"{1 if fp8 else 2} bytes = {format_size(states)}, and {format_size(table)} for the table"
-    )
-    if states + table > free:
+    if need > free:
         raise BudgetError(
-            f"{output}: {text}, but {format_size(free)} are free there. Export to another volume"
-            + ("." if fp8 else ", or half of it with --fp8.")
+            f"{output}: {text}, but {format_size(free)} are free there. Export to another volume, "
+            "or with --fp8."
         )
     say(f"{text}; {format_size(free)} are free")
 

@@ -103,39 +103,52 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
-def read_rows(folder: Path) -> Iterator[Row]:
-    """The table's rows in order, from one Arrow file or several; SourceFileError if it is none."""
-    try:
-        listed = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
-        paths = [folder / Path(each["filename"]).name for each in listed]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SourceFileError(
-            f"{folder}: no saved dataset of speculators: its state.json cannot be read ({error})"
-        ) from error
-    for path in paths:
+class Table:
+    """The rows of a folder, mapped into memory: any one costs what it is. SourceFileError if there
+    is no such table."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         try:
-            yield from _table_rows(path)
-        except (OSError, pa.ArrowException, KeyError, ValueError, TypeError) as error:
+            listed = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
+            parts = [_mapped(folder / Path(each["filename"]).name) for each in listed]
+            self._table = pa.concat_tables(parts)
+        except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
             raise SourceFileError(
-                f"{path}: no table with input_ids and loss_mask of the same length ({error!r})"
+                f"{folder}: no dataset that speculators prepared: {error!r}"
             ) from error
 
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
 
-def _table_rows(path: Path) -> Iterator[Row]:
-    with pa.memory_map(str(path)) as source:
-        try:
-            batches = iter(pa.ipc.open_stream(source))
-        except pa.ArrowInvalid:
-            file = pa.ipc.open_file(source)
-            batches = (file.get_batch(each) for each in range(file.num_record_batches))
-        for batch in batches:
-            for start in range(0, batch.num_rows, _BATCH):
-                for found in batch.slice(start, _BATCH).to_pylist():
-                    token_ids, loss_mask = found["input_ids"], found["loss_mask"]
-                    if len(token_ids) != len(loss_mask):
-                        raise ValueError(f"{len(token_ids)} ids, mask of {len(loss_mask)}")
-                    note = json.loads(found.get("draftmill") or "{}")
-                    yield Row(token_ids=token_ids, loss_mask=loss_mask, note=note)
+    def __getitem__(self, row: int) -> Row:
+        return next(self._rows(row, 1))
+
+    def __iter__(self) -> Iterator[Row]:
+        for start in range(0, len(self), _BATCH):
+            yield from self._rows(start, _BATCH)
+
+    def _rows(self, start: int, count: int) -> Iterator[Row]:
+        for found in self._table.slice(start, count).to_pylist():
+            token_ids, loss_mask = found["input_ids"], found["loss_mask"]
+            if not token_ids or loss_mask is None or len(token_ids) != len(loss_mask):
+                raise SourceFileError(
+                    f"{self._folder}: a row from {start:,} on has {len(token_ids or ())} input_ids "
+                    f"and a loss_mask of {len(loss_mask or ())}"
+                )
+            note = json.loads(found.get("draftmill") or "{}")
+            yield Row(token_ids=token_ids, loss_mask=loss_mask, note=note)
+
+
+def _mapped(path: Path) -> pa.Table:
+    source = pa.memory_map(str(path))
+    try:
+        table = pa.ipc.open_stream(source).read_all()
+    except pa.ArrowInvalid:
+        table = pa.ipc.open_file(source).read_all()
+    return table.select(
+        ["input_ids", "loss_mask", *(["draftmill"] if "draftmill" in table.column_names else [])]
+    )
 
 
 # -- states --------------------------------------------------------------------------------------

@@ -78,10 +78,11 @@ def import_folder(
 ) -> ImportReport:
     """Adds what the dataset does not have yet. Raises SourceFileError and BudgetError."""
     report = ImportReport()
+    table = form.Table(folder)
     rows: dict[str, int] = {}
 
     def prompts() -> Iterator[Prompt]:
-        for row, found in enumerate(form.read_rows(folder)):
+        for row, found in enumerate(table):
             sample = _sample_of(row, found, source)
             if sample is None:
                 report.useless += 1
@@ -92,7 +93,18 @@ def import_folder(
 
     added = writer.add_prompts(prompts())
     report.new, report.known = added.added, added.known
-    _Import(writer, folder, source, layers, codec, max_seq_len, report, rows, on_sample).run()
+    _Import(
+        writer=writer,
+        folder=folder,
+        table=table,
+        source=source,
+        layers=layers,
+        codec=codec,
+        max_seq_len=max_seq_len,
+        report=report,
+        rows=rows,
+        on_sample=on_sample,
+    ).run()
     return report
 
 
@@ -145,42 +157,29 @@ def _prompt(row: int, found: form.Row, source: str) -> Prompt:
     )
 
 
+@dataclass(kw_only=True)
 class _Import:
-    def __init__(
-        self,
-        writer: DatasetWriter,
-        folder: Path,
-        source: str,
-        layers: Layers,
-        codec: str,
-        max_seq_len: int,
-        report: ImportReport,
-        rows: dict[str, int],
-        on_sample: Callable[[int, int], None],
-    ) -> None:
-        self._writer = writer
-        self._folder = folder
-        self._source = source
-        self._layers = layers
-        self._codec = codec
-        self._max_seq_len = max_seq_len
-        self._report = report
-        self._rows = rows
-        self._on_sample = on_sample
-        self._batch: list[Result] = []
-        self._batch_bytes = 0
-        self._used_bytes = 0  # of the dataset, when the batch began
+    writer: DatasetWriter
+    folder: Path
+    table: form.Table
+    source: str
+    layers: Layers
+    codec: str
+    max_seq_len: int
+    report: ImportReport
+    rows: dict[str, int]  # hash of a prompt → its row of the table
+    on_sample: Callable[[int, int], None]
+    batch: list[Result] = field(default_factory=list)
+    batch_bytes: int = 0
+    used_bytes: int = 0  # of the dataset, when the batch began
 
     def run(self) -> None:
         self._completions()
         self._states()
 
-    # Rows are walked in the order of the table, which is that of the ids they were given.
-
     def _completions(self) -> None:
-        samples = self._samples()
-        for prompt in _pages(self._writer.pending):
-            if (sample := samples(prompt.hash)) is None:
+        for prompt in _pages(self.writer.pending):
+            if (sample := self._sample(prompt.hash)) is None:
                 continue
             completion = sample.completion
             attempt = Attempt(
@@ -191,29 +190,28 @@ class _Import:
                 finish_reason=completion.finish_reason,
                 prompt_tokens=len(completion.prompt_token_ids),
                 completion_tokens=len(completion.completion_token_ids),
-                endpoint=f"import {self._source}",
+                endpoint=f"import {self.source}",
             )
             result = Result(attempt=attempt, hash=prompt.hash, completion=completion)
             self._put(result, 8 * len(completion.token_ids) + 4096)
-            self._report.completions += 1
+            self.report.completions += 1
         self._commit()
 
     def _states(self) -> None:
-        samples = self._samples()
-        for generated in _pages(self._writer.generated):
-            sample = samples(generated.hash)
+        for generated in _pages(self.writer.generated):
+            sample = self._sample(generated.hash)
             if sample is None or not _same(generated, sample):
                 continue
-            path = form.states_file(self._folder, sample.row)
+            path = form.states_file(self.folder, sample.row)
             if not path.exists():
-                self._report.without_states += 1
+                self.report.without_states += 1
                 continue
             self._take_in(generated, sample, path)
-            self._on_sample(self._report.states + self._report.rejected, len(self._rows))
+            self.on_sample(self.report.states + self.report.rejected, len(self.rows))
         self._commit()
 
     def _take_in(self, generated: GeneratedSample, sample: _Sample, path: Path) -> None:
-        num_tokens = min(sample.num_tokens, self._max_seq_len)
+        num_tokens = min(sample.num_tokens, self.max_seq_len)
         prompt_tokens = len(sample.completion.prompt_token_ids)
         attempt = Attempt(
             id=generated.id,
@@ -223,18 +221,18 @@ class _Import:
             finish_reason="length" if num_tokens < len(generated.completion.token_ids) else None,
             prompt_tokens=min(prompt_tokens, num_tokens),
             completion_tokens=max(0, num_tokens - prompt_tokens),
-            endpoint=f"import {self._source}",
+            endpoint=f"import {self.source}",
         )
         try:
             if prompt_tokens >= num_tokens:
                 raise RejectedError(
                     f"nothing to learn from: the prompt has {prompt_tokens:,} tokens, max_seq_len "
-                    f"is {self._max_seq_len:,}"
+                    f"is {self.max_seq_len:,}"
                 )
             payload = self._payload(generated, sample, path, num_tokens)
         except (RejectedError, DamagedError) as error:
-            self._report.rejected += 1
-            self._report.reasons.append(f"{path.name}: {error}")
+            self.report.rejected += 1
+            self.report.reasons.append(f"{path.name}: {error}")
             bad = replace(attempt, outcome="rejected", error_class="bad_states", error=str(error))
             self._put(Result(attempt=bad, hash=generated.hash), 4096)
             return
@@ -242,13 +240,13 @@ class _Import:
             Result(attempt=attempt, hash=generated.hash, states=payload),
             sum(map(len, payload.blocks)) + 4096,
         )
-        self._report.states += 1
+        self.report.states += 1
 
     def _payload(
         self, generated: GeneratedSample, sample: _Sample, path: Path, num_tokens: int
     ) -> StatesPayload:
         """The states of one file, with every check that an extracted sample passes."""
-        layers = self._layers
+        layers = self.layers
         states_TLH, token_ids = form.read_states(path)
         check_shape(
             states_TLH.shape,
@@ -266,9 +264,9 @@ class _Import:
         states_TLH = np.ascontiguousarray(states_TLH[:num_tokens])
         check_states(ids, states_TLH, layers.layer_ids)
         return StatesPayload(
-            codec=self._codec,
+            codec=self.codec,
             shape=(num_tokens, len(layers.layer_ids), layers.hidden_size),
-            blocks=encode_states(states_TLH, self._codec),
+            blocks=encode_states(states_TLH, self.codec),
             digest=generated.digest,
             target_layer_ids=layers.layer_ids,
         )
@@ -276,11 +274,11 @@ class _Import:
     # -- batches ---------------------------------------------------------------------------------
 
     def _put(self, result: Result, num_bytes: int) -> None:
-        limit = self._writer.budget_bytes
+        limit = self.writer.budget_bytes
         if limit is not None:
-            if not self._batch:
-                self._used_bytes = self._writer.used_bytes()
-            used, need = self._used_bytes, self._batch_bytes + num_bytes
+            if not self.batch:
+                self.used_bytes = self.writer.used_bytes()
+            used, need = self.used_bytes, self.batch_bytes + num_bytes
             if used + need + default_headroom(limit) > limit:
                 self._commit()
                 raise BudgetError(
@@ -288,35 +286,20 @@ class _Import:
                     f"stored and the next sample needs {format_size(num_bytes)}. Raise "
                     "disk_budget and import again: it goes on from here."
                 )
-        self._batch.append(result)
-        self._batch_bytes += num_bytes
-        if len(self._batch) >= _ROWS or self._batch_bytes >= _BYTES:
+        self.batch.append(result)
+        self.batch_bytes += num_bytes
+        if len(self.batch) >= _ROWS or self.batch_bytes >= _BYTES:
             self._commit()
 
     def _commit(self) -> None:
-        if self._batch:
-            self._writer.commit(self._batch)
-            self._writer.publish(running={"stage": "import", "done": self._report.states})
-        self._batch, self._batch_bytes = [], 0
+        if self.batch:
+            self.writer.commit(self.batch)
+            self.writer.publish(running={"stage": "import", "done": self.report.states})
+        self.batch, self.batch_bytes = [], 0
 
-    def _samples(self) -> Callable[[str], _Sample | None]:
-        """Looks samples up by hash, reading the table forward; wanted rows mostly come in order."""
-        rows = enumerate(form.read_rows(self._folder))
-
-        def find(digest: str) -> _Sample | None:
-            nonlocal rows
-            wanted = self._rows.get(digest)
-            if wanted is None:
-                return None
-            for again in (False, True):
-                if again:  # it came before the last one
-                    rows = enumerate(form.read_rows(self._folder))
-                for row, found in rows:
-                    if row == wanted:
-                        return _sample_of(row, found, self._source)
-            return None
-
-        return find
+    def _sample(self, digest: str) -> _Sample | None:
+        row = self.rows.get(digest)
+        return None if row is None else _sample_of(row, self.table[row], self.source)
 
 
 def _same(generated: GeneratedSample, sample: _Sample) -> bool:

@@ -48,7 +48,10 @@ class Canary:
         self.say = say
         self._target = target if settings.canary else None
         self._head: OutputHead | None = None
-        self._reference: Mapping[int, NDArray[np.float32]] | None = None
+        # Of the last probe that was compared: all servers get the same first one.
+        self._reference: Mapping[int, NDArray[np.float32]] = {}
+        self._reference_ids: list[int] | None = None
+        self._no_reference: str | None = None
         if self._target is None:
             return
         found = (self._target.hidden_size, self._target.num_layers)
@@ -106,14 +109,18 @@ class Canary:
         memory_bytes = self._settings.canary_memory_bytes
         if not memory_bytes:
             return [], "extract.canary_memory is 0"
-        ids = self.layers.layer_ids
-        try:
-            self._reference = self._reference or await residual_streams(
-                self._target, probe.token_ids, ids, memory_bytes
-            )
-        except NoReferenceError as error:
-            return [], str(error)
-        return match_layers(probe.states_TLH, ids, self._reference), None
+        layer_ids, token_ids = self.layers.layer_ids, probe.token_ids.tolist()
+        if self._no_reference is None and token_ids != self._reference_ids:
+            try:
+                self._reference = await residual_streams(
+                    self._target, probe.token_ids, layer_ids, memory_bytes
+                )
+                self._reference_ids = token_ids
+            except NoReferenceError as error:
+                self._no_reference = str(error)
+        if self._no_reference is not None:
+            return [], self._no_reference
+        return match_layers(probe.states_TLH, layer_ids, self._reference), None
 
     def _accusation(
         self, name: str, difference: Difference | None, wrong: list[str], why: str | None

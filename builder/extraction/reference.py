@@ -12,6 +12,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -105,11 +106,17 @@ async def _run(job: dict[str, Any]) -> None:
             process.kill()
             await asyncio.wait_for(process.wait(), _ENDING_S)
     if process.returncode:
-        lines = errors.decode(errors="replace").strip().splitlines()
-        reason = lines[-1][:300] if lines else "no word of it"
+        reason = _reason(errors.decode(errors="replace"))
         raise NoReferenceError(
             f"transformers could not run it (exit code {process.returncode}): {reason}"
         )
+
+
+def _reason(text: str) -> str:
+    """The line of a process's last words that tells most: the exception, which may be long."""
+    lines = text.strip().splitlines() or ["it said nothing"]
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
+    return (raised or lines)[-1][:300]
 
 
 def _available_bytes() -> int:

@@ -143,7 +143,7 @@ def test_an_export_goes_on_where_it_was(dataset: Dataset, tmp_path: Path) -> Non
         before.items()
         <= {path.name: path.read_bytes() for path in (out / form.STATES).iterdir()}.items()
     )
-    assert len(list(form.read_rows(out))) == 15
+    assert len(form.Table(out)) == 15
 
 
 def test_an_export_keeps_out_of_other_folders(dataset: Dataset, tmp_path: Path) -> None:
@@ -272,3 +272,16 @@ def test_what_is_no_such_folder_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "f" / "state.json").write_text(text)
     with pytest.raises(SourceFileError):
         import_all(Dataset.create(tmp_path / "d", "# test\n"), tmp_path / "f")
+
+
+def test_an_import_stops_at_the_budget_and_goes_on(dataset: Dataset, tmp_path: Path) -> None:
+    export_all(dataset, tmp_path / "out")
+    back = Dataset.create(tmp_path / "back", "# test\n")
+    given: Any = {"source": "s", "layers": SHAPE, "codec": "raw", "max_seq_len": 4096}
+    with (
+        back.writer(budget_bytes=1 << 20) as writer,
+        pytest.raises(BudgetError, match="it goes on from here"),
+    ):
+        import_folder(writer, tmp_path / "out", **given)
+    assert import_all(back, tmp_path / "out").states == 12
+    assert content(back) == content(dataset)
