@@ -87,6 +87,7 @@ def evaluate(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) 
     return captured.out, captured.err
 
 
+@pytest.mark.slow
 def test_every_key_by_source_and_against_no_draft(
     draft: Path, prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

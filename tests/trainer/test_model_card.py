@@ -111,6 +111,7 @@ def test_a_trained_draft_has_a_card_and_a_plot(
     assert (output / "README.md").read_text() == measured
 
 
+@pytest.mark.slow
 def test_counts_are_those_of_the_plan(mixed: Path, target: TargetModel) -> None:
     with Dataset.open(mixed).reader() as reader:
         table = reader.extracted()
@@ -124,7 +125,7 @@ def test_counts_are_those_of_the_plan(mixed: Path, target: TargetModel) -> None:
 NAMES = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_size=20)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(st.dictionaries(NAMES, st.floats(0, 1), min_size=1, max_size=4))
 def test_measurements_replace_measurements_and_nothing_else(sources: dict[str, float]) -> None:
     counts = np.ones(tiny.VOCAB, np.int64)
@@ -174,6 +175,7 @@ def test_somebody_elses_readme_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sources", [{}, {"a": 0.3}, {"a": 0.3, "b": 1.0, "c": 0.0}])
 def test_plots_are_images_of_whatever_was_measured(
     sources: dict[str, float], tmp_path: Path
@@ -185,6 +187,7 @@ def test_plots_are_images_of_whatever_was_measured(
     assert image == (tmp_path / "b.png").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_without_validation_or_log_still_has_a_plot(tmp_path: Path) -> None:
     plot_training([], tmp_path / "empty.png")
     plot_training([{"kind": "train", "step": 1, "loss": 2.0}], tmp_path / "one.png")

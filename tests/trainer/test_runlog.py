@@ -11,6 +11,7 @@ from draftmill.manifests.errors import ConfigError
 from draftmill.trainer.runlog import RunLog, read_log
 
 
+@pytest.mark.slow
 def test_tensorboard_sees_every_figure_once(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
