@@ -197,7 +197,13 @@ def test_answers_of_others_are_no_part_of_it(make_work: MakeWork) -> None:
         pending = writer.pending(0, 99)
         writer.commit([tiny._generated(p, s) for p, s in zip(pending, samples[20:], strict=True)])
         generated = writer.generated(0, 99)
-        writer.commit([tiny._extracted(g, s) for g, s in zip(generated, samples[20:], strict=True)])
+        layers = (*tiny.LAYER_IDS, tiny.LAYERS)
+        writer.commit(
+            [
+                tiny._extracted(each, sample, EXACT, layers)
+                for each, sample in zip(generated, samples[20:], strict=True)
+            ]
+        )
     parts = split(work.samples, sample_tokens=SIZE.sample_tokens, validation=SIZE.validation)
     assert sorted((*parts.train, *parts.validation)) == list(range(1, 21))
 

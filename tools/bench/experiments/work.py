@@ -34,6 +34,7 @@ from draftmill.tools.stages import build, exit_code
 HUMAN = f"{docstrings.SOURCE}-human"
 _KV_BYTES = 4 << 30
 _GPU_SHARE = 0.85
+_VALIDATIONS = 5
 
 Step = tuple[str, Callable[[], None]]
 
@@ -127,6 +128,7 @@ class Work:
                 "draft_vocab_size": size.draft_vocab_size,
                 "max_seq_len": size.row_tokens,
                 "validation": size.validation,
+                "checkpoint_every": -(-size.steps // _VALIDATIONS),
             },
         )
 
