@@ -153,7 +153,9 @@ def held_out(paths: Sequence[str], limit: int | None) -> list[Prompt]:
     found: list[Prompt] = []
     for path in paths:
         before = len(found)
-        for item in read_source(Path(path), limit=limit):
+        for item in read_source(Path(path)):
+            if len(found) - before == limit:
+                break
             if isinstance(item, Prompt):
                 found.append(item)
             else:

@@ -16,6 +16,7 @@ from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DraftmillError, SettingsMismatch, UsageError
 from draftmill.manifests.types import Location, Prompt
 from draftmill.tools.bench.experiments import docstrings, drafts, on_policy
+from draftmill.tools.bench.experiments import work as work_module
 from draftmill.tools.bench.experiments.precision import CODECS, EXACT, Precision, split
 from draftmill.tools.bench.experiments.size import SMALL, ExperimentSize, Machine
 from draftmill.tools.bench.experiments.work import HUMAN, Work, run_steps
@@ -78,6 +79,23 @@ def test_another_size_is_refused(make_work: MakeWork, key: str) -> None:
     make_work(size=replace(SIZE, seeds=5))  # more seeds add to what is there
     with pytest.raises(SettingsMismatch, match=f"{key} was "):
         make_work(size=replace(SIZE, **{key: getattr(SIZE, key) + 1}))
+
+
+@pytest.mark.parametrize("servers", [1, 2, 4])
+def test_servers_share_a_gpu(
+    make_work: MakeWork, monkeypatch: pytest.MonkeyPatch, servers: int
+) -> None:
+    monkeypatch.setattr(work_module, "vllm_engine", lambda python: "gpu")
+    work = make_work()
+    fill(work, tiny.random_samples(1))
+    work.machine = Machine(server_args=("--attention-backend", "FLASH_ATTN"))
+    args = work.settings(side_by_side=servers).serve.args
+    assert args[0] == "--enforce-eager"
+    assert args[-2:] == ("--attention-backend", "FLASH_ATTN")
+    assert ("--gpu-memory-utilization" in args) == (servers > 1)
+    if servers > 1:
+        share = float(args[args.index("--gpu-memory-utilization") + 1])
+        assert 0.5 < servers * share < 0.95
 
 
 def test_steps_end_where_they_are_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +197,13 @@ def test_answers_of_others_are_no_part_of_it(make_work: MakeWork) -> None:
         pending = writer.pending(0, 99)
         writer.commit([tiny._generated(p, s) for p, s in zip(pending, samples[20:], strict=True)])
         generated = writer.generated(0, 99)
-        writer.commit([tiny._extracted(g, s) for g, s in zip(generated, samples[20:], strict=True)])
+        layers = (*tiny.LAYER_IDS, tiny.LAYERS)
+        writer.commit(
+            [
+                tiny._extracted(each, sample, EXACT, layers)
+                for each, sample in zip(generated, samples[20:], strict=True)
+            ]
+        )
     parts = split(work.samples, sample_tokens=SIZE.sample_tokens, validation=SIZE.validation)
     assert sorted((*parts.train, *parts.validation)) == list(range(1, 21))
 

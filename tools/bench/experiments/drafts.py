@@ -19,7 +19,7 @@ from draftmill.builder.serving.log import last_line
 from draftmill.manifests.errors import DraftmillError, ServerError
 from draftmill.tools.bench.experiments.report import Arm, Measured
 from draftmill.tools.bench.experiments.work import Work
-from draftmill.tools.evaluate import document, evaluate_with_server, held_out
+from draftmill.tools.measure import Load, document, held_out, measure_own_server
 from draftmill.tools.render import say
 from draftmill.trainer.runlog import read_log
 
@@ -104,19 +104,19 @@ def measure_drafts(work: Work, drafts: Sequence[Draft]) -> None:
 
 async def _measure(work: Work, draft: Draft, serve: ServeSettings) -> None:
     folder = draft_folder(work, draft)
-    found = await evaluate_with_server(
+    found = await measure_own_server(
         folder,
         str(work.model),
-        held_out(str(work.root / "prompts/held_out.jsonl"), None),
+        held_out([str(work.root / "prompts/held_out.jsonl")], None),
+        Load(max_tokens=work.size.eval_tokens, concurrency=work.size.in_flight),
         settings=serve,
         name=work.model.name,
         run_folder=work.folder / "servers" / draft.name,
-        max_tokens=work.size.eval_tokens,
-        concurrency=work.size.in_flight,
     )
-    if found.failed:
+    failed = found.whole.failed
+    if failed:
         raise ServerError(
-            f"{draft.name}: {found.failed} held-out prompts failed, so it is not comparable; "
+            f"{draft.name}: {failed} held-out prompts failed, so it is not comparable; "
             "run the command again"
         )
     result = {**document(found, None), "validation": best_validation(folder)}

@@ -34,6 +34,7 @@ from draftmill.tools.stages import build, exit_code
 HUMAN = f"{docstrings.SOURCE}-human"
 _KV_BYTES = 4 << 30
 _GPU_SHARE = 0.85
+_VALIDATIONS = 5
 
 Step = tuple[str, Callable[[], None]]
 
@@ -77,15 +78,16 @@ class Work:
     def settings(self, *, side_by_side: int = 1) -> Settings:
         """Settings of the samples, for servers of which so many share the machine."""
         settings = load(self.samples)
-        args = self.machine.server_args
+        args: tuple[str, ...] = ()
         if vllm_engine(settings.serve.python) == "gpu":
             # A server of a small model takes its time to load, not to decode.
-            args = ("--enforce-eager", *args)
+            args += ("--enforce-eager",)
             if side_by_side > 1:
                 # Servers that measure free memory at the same time would count each other's.
                 share = f"{_GPU_SHARE / side_by_side:.3f}"
                 args += ("--gpu-memory-utilization", share)
                 args += ("--kv-cache-memory-bytes", str(_KV_BYTES))
+        args += self.machine.server_args  # the last one of an option counts
         return replace(settings, serve=replace(settings.serve, args=args))
 
     def add_prompts(self, *, human: bool) -> None:
@@ -126,6 +128,7 @@ class Work:
                 "draft_vocab_size": size.draft_vocab_size,
                 "max_seq_len": size.row_tokens,
                 "validation": size.validation,
+                "checkpoint_every": -(-size.steps // _VALIDATIONS),
             },
         )
 
