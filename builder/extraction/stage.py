@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,8 +24,9 @@ from draftmill.builder.extraction.servers import ExtractServers
 from draftmill.builder.extraction.settings import ExtractSettings
 from draftmill.builder.extraction.staging import Staging
 from draftmill.builder.progress import OnProgress, Progress, RateMeter, StageReport
+from draftmill.builder.publish import Publisher
 from draftmill.builder.requests.client import TargetClient
-from draftmill.builder.stop import StopSignals
+from draftmill.builder.stop import StopSignals, stoppable
 from draftmill.manifests.errors import BudgetError, ServerError
 from draftmill.manifests.layout import Layout
 from draftmill.manifests.types import GeneratedSample, Result, State
@@ -73,18 +72,9 @@ async def extract(
     folder do not fit. A first SIGINT or SIGTERM keeps what arrives within a short grace, a second
     ends at once. Rows in flight stay `generated`.
     """
-    begun = time.monotonic()
-    with StopSignals() as signals:
-        stage = _Stage(writer, settings, layers, budget, on_progress)
-        try:
-            await stage.run(urls, model, staging, signals)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not signals.forced or task is None:
-                raise
-            task.uncancel()
-            stage.report.interrupted = True
-    stage.report.seconds = time.monotonic() - begun
+    stage = _Stage(writer, settings, layers, budget, on_progress)
+    with stoppable(stage.report) as signals:
+        await stage.run(urls, model, staging, signals)
     return stage.report
 
 
@@ -104,7 +94,10 @@ class _Stage:
         self._budget = budget
         self._on_progress = on_progress
         self._progress = Progress(stage="extract", budget_bytes=budget.limit_bytes)
-        self._committer = Committer(_Publisher(self), on_committed=self._committed)
+        self._committer = Committer(
+            Publisher(writer, self._progress, lambda: budget.used_bytes),
+            on_committed=self._committed,
+        )
         self._jobs: set[asyncio.Task[None]] = set()
         self._halted = asyncio.Event()
         self._error: BaseException | None = None
@@ -322,16 +315,3 @@ class _Stage:
         while True:
             await asyncio.sleep(SHOW_S)
             self._show()
-
-
-class _Publisher:
-    """The committer's view of the writer: what is published says how far this run is."""
-
-    def __init__(self, stage: _Stage) -> None:
-        self._stage = stage
-
-    def commit(self, results: Sequence[Result], /) -> None:
-        self._stage._writer.commit(results)
-
-    def publish(self) -> None:
-        self._stage._writer.publish(running=asdict(self._stage._progress))
