@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +24,7 @@ from draftmill.manifests import codec
 from draftmill.manifests.errors import UsageError
 from draftmill.manifests.target import TargetModel
 from draftmill.tools.bench import codec_error
+from draftmill.tools.bench.figures import Figure
 
 BASELINE = "zstd-1"
 FP8 = "fp8-e4m3"
@@ -33,16 +33,6 @@ SAMPLE_TOKENS = 2048
 _MIN_ROUNDS = 5
 
 Words = NDArray[np.uint16]
-
-
-class Figure(TypedDict):
-    """One figure; `ratio` is `value` over the same figure of `baseline`."""
-
-    name: str
-    value: float
-    unit: str
-    baseline: str | None
-    ratio: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
