@@ -106,6 +106,7 @@ class Budget:
         self._staging = staging
         self._staging_inside = inside
         self._held: dict[str, Reservation] = {}
+        self._held_stored = self._held_staged = 0  # their sums, for every prompt asks for them
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
         self._measured_at = 0.0
@@ -123,7 +124,7 @@ class Budget:
     @property
     def reserved_bytes(self) -> int:
         """Bytes promised to work in flight."""
-        return sum(each.stored_bytes + each.staged_bytes for each in self._held.values())
+        return self._held_stored + self._held_staged
 
     @property
     def held(self) -> frozenset[str]:
@@ -193,13 +194,14 @@ class Budget:
             reservation = Reservation(self, key, stored_bytes, staged_bytes)
             assert key not in self._held, "keys are unique"
             self._held[key] = reservation
+            self._held_stored += stored_bytes
+            self._held_staged += staged_bytes
             return reservation
 
     def _lack(self, stored_bytes: int, staged_bytes: int) -> str | None:
         """Why there is no room for this much more now; None when there is."""
         need = stored_bytes + staged_bytes
-        stored = sum(each.stored_bytes for each in self._held.values())
-        staged = sum(each.staged_bytes for each in self._held.values())
+        stored, staged = self._held_stored, self._held_staged
         if self.limit_bytes is not None:
             # a file may turn out larger than promised; what is on disk counts
             taken = self._dataset_bytes + self._foreign_bytes + max(staged, self._live_bytes)
@@ -252,11 +254,15 @@ class Budget:
 
     def _stored(self, reservation: Reservation, num_bytes: int) -> None:
         self._dataset_bytes += num_bytes
+        if reservation.key in self._held:
+            self._held_stored -= reservation.stored_bytes
         reservation.stored_bytes = 0
         self._freed.set()
 
     def _release(self, reservation: Reservation) -> None:
         if self._held.pop(reservation.key, None) is not None:
+            self._held_stored -= reservation.stored_bytes
+            self._held_staged -= reservation.staged_bytes
             self._live_bytes = max(0, self._live_bytes - reservation.staged_bytes)
             self._freed.set()
 

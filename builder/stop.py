@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
+
+from draftmill.builder.progress import StageReport
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -50,3 +55,22 @@ class StopSignals:
             if self._task is not None:
                 self._task.cancel()
         self.requested.set()
+
+
+@contextmanager
+def stoppable(report: StageReport) -> Iterator[StopSignals]:
+    """Signals for one run of a stage; a second one ends the block, without an error.
+
+    The report is told of that and of how long the run took.
+    """
+    begun = time.monotonic()
+    with StopSignals() as signals:
+        try:
+            yield signals
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not signals.forced or task is None:
+                raise
+            task.uncancel()
+            report.interrupted = True
+    report.seconds = time.monotonic() - begun

@@ -103,22 +103,21 @@ def cli(ctx: click.Context, debug: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the console script; always ends the process with a documented exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words
-    sys.exit(_run(words, debug))
+    """Run the command line and end the process with a documented exit code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
-def _run(words: Sequence[str], debug: bool) -> int:
+def run(arguments: Sequence[str]) -> int:
+    """The exit code of one command; errors have been told. KeyboardInterrupt is the caller's."""
+    debug = "--debug" in arguments
     try:
-        result = cli.main(args=list(words), prog_name="draftmill", standalone_mode=False)
+        result = cli.main(args=list(arguments), prog_name="draftmill", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted; everything acknowledged is kept", err=True)
-        return 130
+    except click.Abort as error:
+        raise KeyboardInterrupt from error
     except BrokenPipeError:
         return 1
     except DraftmillError as error:
@@ -126,6 +125,8 @@ def _run(words: Sequence[str], debug: bool) -> int:
         click.echo(f"draftmill: {error}", err=True)
         return error.exit_code
     except Exception as error:
+        if str(error) == "Query interrupted":  # what DuckDB makes of a KeyboardInterrupt
+            raise KeyboardInterrupt from error
         _trace(debug)
         click.echo(
             f"draftmill: unexpected {type(error).__name__}: {redacted(str(error))}\n"

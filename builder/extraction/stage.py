@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,8 +28,9 @@ from draftmill.builder.extraction.settings import ExtractSettings
 from draftmill.builder.extraction.staging import Staging
 from draftmill.builder.extraction.watch import CanaryWatch
 from draftmill.builder.progress import OnProgress, Progress, RateMeter, StageReport
+from draftmill.builder.publish import Publisher
 from draftmill.builder.requests.client import TargetClient
-from draftmill.builder.stop import StopSignals
+from draftmill.builder.stop import StopSignals, stoppable
 from draftmill.manifests.codec_error import ErrorSums
 from draftmill.manifests.errors import BudgetError, ServerError
 from draftmill.manifests.layout import Layout
@@ -82,20 +81,11 @@ async def extract(
     when servers, settings, weights or the staging folder do not fit. A first SIGINT or SIGTERM
     keeps what arrives within a short grace, a second ends at once. Rows in flight stay `generated`.
     """
-    begun = time.monotonic()
-    with StopSignals() as signals:
-        canary = Canary(target, layers, settings, say or log.warning)
-        precision = Precision(settings.codec, layers.layer_ids, target)
-        stage = _Stage(writer, settings, canary, budget, on_progress, precision)
-        try:
-            await stage.run(urls, model, staging, signals)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not signals.forced or task is None:
-                raise
-            task.uncancel()
-            stage.report.interrupted = True
-    stage.report.seconds = time.monotonic() - begun
+    canary = Canary(target, layers, settings, say or log.warning)
+    precision = Precision(settings.codec, layers.layer_ids, target)
+    stage = _Stage(writer, settings, canary, budget, on_progress, precision)
+    with stoppable(stage.report) as signals:
+        await stage.run(urls, model, staging, signals)
     return stage.report
 
 
@@ -117,7 +107,10 @@ class _Stage:
         self._on_progress = on_progress
         self._precision = precision
         self._progress = Progress(stage="extract", budget_bytes=budget.limit_bytes)
-        self._committer = Committer(_Publisher(self), on_committed=self._committed)
+        self._committer = Committer(
+            _MeasuringPublisher(writer, self._progress, budget, precision),
+            on_committed=self._committed,
+        )
         self._jobs: set[asyncio.Task[None]] = set()
         self._halted = asyncio.Event()
         self._error: BaseException | None = None
@@ -340,17 +333,18 @@ class _Stage:
             self._show()
 
 
-class _Publisher:
-    """The committer's view of the writer: what is published says how far this run is."""
+class _MeasuringPublisher(Publisher):
+    """Also keeps what was measured of a lossy codec since the last commit."""
 
-    def __init__(self, stage: _Stage) -> None:
-        self._stage = stage
+    def __init__(
+        self, writer: ExtractWriter, progress: Progress, budget: Budget, precision: Precision
+    ) -> None:
+        super().__init__(writer, progress, lambda: budget.used_bytes)
+        self._extract_writer = writer
+        self._precision = precision
 
     def commit(self, results: Sequence[Result], /) -> None:
-        self._stage._writer.commit(results)
-        found = self._stage._precision.take()
-        if found is not None:
-            self._stage._writer.add_codec_error(self._stage._precision.codec, found)
-
-    def publish(self) -> None:
-        self._stage._writer.publish(running=asdict(self._stage._progress))
+        """Make results durable, then the measurements."""
+        super().commit(results)
+        if (found := self._precision.take()) is not None:
+            self._extract_writer.add_codec_error(self._precision.codec, found)

@@ -26,11 +26,12 @@ from draftmill.builder.generation.room import BYTES_PER_TOKEN
 from draftmill.builder.generation.row import RowRunner
 from draftmill.builder.generation.servers import Servers, open_servers
 from draftmill.builder.generation.settings import GenerateSettings
-from draftmill.builder.generation.story import Publisher, Story
+from draftmill.builder.generation.story import Story
 from draftmill.builder.generation.watch import Watch
 from draftmill.builder.progress import OnProgress, StageReport
+from draftmill.builder.publish import Publisher
 from draftmill.builder.requests.client import PROBE_S
-from draftmill.builder.stop import StopSignals
+from draftmill.builder.stop import StopSignals, stoppable
 from draftmill.manifests.errors import BudgetError, ServerError
 from draftmill.manifests.maintenance import RowFilter, retry, select
 from draftmill.manifests.types import PendingPrompt, Result
@@ -64,20 +65,12 @@ async def generate(
     a short grace; a second ends at once. Rows in flight stay pending.
     """
     user_gate = None if settings.gate is None else gates.load_gate(settings.gate)
-    begun = time.monotonic()
-    with StopSignals() as signals:
-        stage = _Stage(writer, settings, user_gate, on_progress, budget)
+    stage = _Stage(writer, settings, user_gate, on_progress, budget)
+    with stoppable(stage.report) as signals:
         try:
             await stage.run(urls, signals)
         except BudgetError as error:
             stage.report.over_budget, stage.report.stopped = True, str(error)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not signals.forced or task is None:
-                raise
-            task.uncancel()
-            stage.report.interrupted = True
-    stage.report.seconds = time.monotonic() - begun
     return stage.report
 
 
@@ -105,7 +98,12 @@ class _Stage:
             budget_bytes=None if budget is None else budget.limit_bytes,
         )
         self._committer = Committer(
-            Publisher(writer, self._story.progress, budget), on_committed=self._story.committed
+            Publisher(
+                writer,
+                self._story.progress,
+                writer.used_bytes if budget is None else lambda: budget.used_bytes,
+            ),
+            on_committed=self._story.committed,
         )
         self._runner = RowRunner(self._pool, settings, user_gate, self._committer.put)
         self._tasks: set[asyncio.Task[None]] = set()

@@ -8,14 +8,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from draftmill.builder.budget import Budget
 from draftmill.builder.generation.endpoint import Endpoint
 from draftmill.builder.progress import OnProgress, Progress, RateMeter, StageReport
 from draftmill.manifests.types import GIVEN, Result
-from draftmill.manifests.writer import DatasetWriter
 
 log = logging.getLogger(__name__)
 
@@ -89,22 +86,3 @@ class Story:
         self._rates.show(progress)
         if self._on_progress is not None:
             self._on_progress(progress)
-
-
-class Publisher:
-    """The committer's view of the writer: what is published says how far the run is."""
-
-    def __init__(self, writer: DatasetWriter, progress: Progress, budget: Budget | None) -> None:
-        self._writer = writer
-        self._progress = progress
-        self._budget = budget
-
-    def commit(self, results: Sequence[Result], /) -> None:
-        """Make results durable."""
-        self._writer.commit(results)
-
-    def publish(self) -> None:
-        """Refresh what other processes see."""
-        used = self._writer.used_bytes() if self._budget is None else self._budget.used_bytes
-        self._progress.used_bytes = used
-        self._writer.publish(running=asdict(self._progress))

@@ -25,7 +25,7 @@ class Speed:
     max_running: int = 256
     kv_tokens: int | None = None
     latency_s: float = 0.0
-    # (start, end, factor): within these seconds after the start the server is slower or faster
+    # (start, end, factor): within these seconds after the first request it is slower or faster
     phases: list[tuple[float, float, float]] = field(default_factory=list)
 
 
@@ -73,6 +73,7 @@ class Scheduler:
             self.prompt_tokens += prompt_tokens
             return
         if self._task is None:
+            self._start = time.monotonic()
             self._task = asyncio.create_task(self._loop())
         prefill_work = prompt_tokens * (speed.tokens_per_s or 1e9) / speed.prefill_tokens_per_s
         job = _Job(

@@ -12,7 +12,7 @@ from tests.builder.generation import prompt
 
 HEAVY = {"duckdb", "pyarrow", "numpy", "pandas", "rich", "asyncio", "torch", "openai"}
 STATUS = (
-    "import sys; from draftmill.tools import cli; code = cli._run(sys.argv[1:], False); "
+    "import sys; from draftmill.tools import cli; code = cli.run(sys.argv[1:]); "
     "print(*sys.modules, file=sys.stderr); sys.exit(code)"
 )
 

@@ -135,6 +135,55 @@ def extract_command(
     show(found, as_json=as_json)
 
 
+@bench_command.command("manifest")
+@click.option("--completions", default=200_000, show_default=True, type=click.IntRange(min=1))
+@click.option("--json", "as_json", is_flag=True, help="One JSON list, stable keys.")
+def manifest_command(completions: int, as_json: bool) -> None:
+    """Completions a second into a new manifest: no server, no payloads.
+
+    \b
+    draftmill bench manifest --json
+    """
+    from draftmill.tools.bench import manifest
+
+    bench = manifest.ManifestBench(completions=completions)
+    show(manifest.bench_manifest(bench), as_json=as_json)
+
+
+@bench_command.command("generate")
+@click.option(
+    "--part",
+    type=click.Choice(["throughput", "story", "all"]),
+    default="all",
+    show_default=True,
+    help="throughput: an instant server. story: a night with a timeout of 1,800 s, replayed.",
+)
+@click.option("--prompts", default=20_000, show_default=True, type=click.IntRange(min=1000))
+@click.option(
+    "--scale",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(min=1),
+    help="Seconds of the night that pass in one.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON list, stable keys.")
+def generate_command(part: str, prompts: int, scale: float, as_json: bool) -> None:
+    """The generate stage against the tests' fake server. Needs a clone.
+
+    \b
+    draftmill bench generate --part throughput --prompts 200000
+    draftmill bench generate --part story --json
+    """
+    from draftmill.tools.bench import generate, story
+
+    found: list[Mapping[str, Any]] = []
+    if part != "story":
+        found += generate.bench_throughput(generate.ThroughputBench(prompts=prompts))
+    if part != "throughput":
+        found += story.bench_story(story.StoryBench(scale=scale))
+    show(found, as_json=as_json)
+
+
 def show(found: Figures, *, as_json: bool) -> None:
     """Prints the figures of one bench."""
     if as_json:

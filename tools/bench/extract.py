@@ -36,7 +36,7 @@ from draftmill.manifests import codec
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import ServerError
 from draftmill.manifests.types import Attempt, Completion, Prompt, Result, StatesTLH
-from draftmill.tools.bench.figure import Figure
+from draftmill.tools.bench.figures import Figure
 from draftmill.tools.bench.shards import states_of_bench
 
 MODEL = "bench/prepared"

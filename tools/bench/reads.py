@@ -17,7 +17,7 @@ from draftmill.manifests.reader import ShardReader
 from draftmill.manifests.record import Draft
 from draftmill.manifests.shard import ShardWriter, list_shards
 from draftmill.manifests.types import Attempt, Location, StatesTLH
-from draftmill.tools.bench.figure import Figure
+from draftmill.tools.bench.figures import Figure
 
 
 def bench_reads(

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from draftmill.manifests import codec, codec_error
 from draftmill.manifests.errors import UsageError
 from draftmill.manifests.target import TargetModel
-from draftmill.tools.bench.figure import Figure
+from draftmill.tools.bench.figures import Figure
 from draftmill.tools.bench.reads import bench_reads
 
 BASELINE = "zstd-1"
