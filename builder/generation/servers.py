@@ -13,6 +13,7 @@ import xxhash
 
 from draftmill.builder.requests.client import TargetClient
 from draftmill.builder.requests.prefill import after_turn
+from draftmill.builder.requests.twins import distinct
 from draftmill.builder.requests.urls import split_url
 from draftmill.manifests.errors import PermanentError, ServerError, TransientError, UsageError
 
@@ -49,6 +50,8 @@ async def open_servers(urls: Sequence[str], model: str | None, probe_s: float) -
     different = dict.fromkeys(split_url(url)[0] for url in urls)
     clients = [TargetClient(url, model=model) for url in different]
     try:
+        if len(clients) > 1:
+            clients = await distinct(clients)
         return await _agree(clients, probe_s)
     except BaseException:
         await asyncio.gather(*(each.aclose() for each in clients), return_exceptions=True)

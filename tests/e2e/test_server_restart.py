@@ -48,10 +48,24 @@ def running(model: Path, port: int, folder: Path) -> Iterator[None]:
         assert server.poll() is None, (folder / "server.log").read_text()[-3000:]
     finally:
         family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+        # a killed process cannot remove its shared memory
+        shared = {name for each in family for name in shared_memory(each.pid)}
         for each in family:
             each.kill()
         server.wait()
         psutil.wait_procs(family, timeout=30)
+        for name in shared:
+            Path(name).unlink(missing_ok=True)
+
+
+def shared_memory(pid: int) -> set[str]:
+    """Files of Python's shared memory that a process has mapped or open."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text().split()
+        opened = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:
+        return set()
+    return {each for each in (*maps, *opened) if each.startswith("/dev/shm/psm_")}
 
 
 async def ready(url: str) -> None:

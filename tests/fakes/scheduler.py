@@ -59,6 +59,7 @@ class Scheduler:
         self._heap: list[tuple[float, int, _Job]] = []
         self._virtual = 0.0
         self._clock = self._start = time.monotonic()
+        self.created = time.time()
         self._order = itertools.count()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -223,4 +224,5 @@ def metrics_text(scheduler: Scheduler, model: str) -> str:
     if kv_tokens:
         blocks = f'block_size="16",engine="0",num_gpu_blocks="{kv_tokens // 16}"'
         lines.append(f"vllm:cache_config_info{{{blocks}}} 1.0")
+    lines.append(f"process_start_time_seconds {scheduler.created}")
     return "\n".join(lines) + "\n"
