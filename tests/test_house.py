@@ -18,7 +18,7 @@ DOORS: dict[str, str | tuple[str, ...]] = {
     "click": "tools/*",
     "duckdb": "manifests/manifest.py",
     "httpx2": "builder/requests/client.py",  # openai's transport
-    "matplotlib": "tools/report/plots.py",
+    "matplotlib": ("tools/report/plots.py", "trainer/plots.py"),
     "openai": "builder/requests/client.py",
     "hs_connectors": "trainer/speculators_store.py",
     "speculators": ("trainer/draft_model*.py", "trainer/speculators_store.py"),
