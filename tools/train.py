@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -157,7 +158,7 @@ def run_train(
     """
     from draftmill.trainer.train import train
 
-    with Display("train") as show:
+    with Display("train") if is_leader() else nullcontext(_unseen) as show:
 
         def on_progress(step: Any) -> None:
             rate = step.tokens_per_s
@@ -193,6 +194,10 @@ def run_train(
     if is_leader():
         _show_report(report)
     return report
+
+
+def _unseen(progress: Progress) -> None:
+    """Processes that do not lead show nothing."""
 
 
 def _show_report(report: Any) -> None:

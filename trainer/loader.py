@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,13 @@ class RowLoader:
             for item in items:
                 yield self._read[item]
             return
-        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="draftmill-decode")
+        on_gpu = self._device.type == "cuda"
+        pool = ThreadPoolExecutor(
+            self._threads,
+            thread_name_prefix="draftmill-decode",
+            # Else each thread that pins memory would take some of the first GPU for itself.
+            initializer=partial(torch.cuda.set_device, self._device) if on_gpu else None,
+        )
         waiting: deque[tuple[int, Future[Batch | PlaneRow]]] = deque()
         waiting_bytes = 0
         following = next(items, None)

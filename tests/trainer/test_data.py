@@ -50,6 +50,43 @@ def test_only_samples_that_supervise_something_are_taken() -> None:
     assert selection.samples.states_location(1) == (2, 2, 2)
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), max_size=60),
+    st.integers(2, 80),
+)
+def test_over_long_samples_are_cut_and_left_out_only_when_nothing_is_left(
+    sizes: list[tuple[int, int]], room: int
+) -> None:
+    """Whatever the lengths (T4, T5): all that can teach something is kept, and all is counted."""
+    rows = [(f"c{n}", prompt, prompt + generated) for n, (prompt, generated) in enumerate(sizes)]
+    selection = data.select(table(rows), room)
+    kept = {
+        n: min(tokens, room)
+        for n, (_, prompt, tokens) in enumerate(rows)
+        if min(tokens, room) > prompt and min(tokens, room) >= 2
+    }
+    assert dict(zip(selection.samples.id, selection.samples.tokens, strict=True)) == kept
+    assert selection.nothing_supervised == len(rows) - len(kept)
+    assert selection.cut == sum(rows[n][2] > room for n in kept)
+
+
+@given(
+    st.lists(st.text(max_size=8), min_size=1, max_size=80),
+    st.lists(st.text(max_size=8), max_size=40),
+    st.floats(0, 0.5),
+)
+def test_a_conversation_is_on_one_side_forever(
+    before: list[str], more: list[str], fraction: float
+) -> None:
+    """All turns of it, whatever else there is and whatever is added (T6)."""
+    few = data.select(table([(name, 1, 9) for name in before]), 99).samples
+    many = data.select(table([(name, 1, 9) for name in more + before]), 99).samples
+    sides: dict[str, bool] = {}
+    for names, samples in ((before, few), (more + before, many)):
+        for name, side in zip(names, data.is_validation(samples, fraction), strict=True):
+            assert sides.setdefault(name, bool(side)) == side
+
+
 def test_an_empty_table_selects_nothing() -> None:
     assert len(data.select(table([]), 12).samples) == 0
 

@@ -15,6 +15,7 @@ import torch
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DamagedError
 from draftmill.manifests.reader import ShardReader
+from draftmill.manifests.types import Attempt, Outcome, Prompt, Result
 from draftmill.trainer import data
 from draftmill.trainer.data import Cursor, Row
 from draftmill.trainer.loader import RowLoader
@@ -207,6 +208,37 @@ def test_a_damaged_sample_is_named() -> None:
     with closing(loader(reader, columns, 2).batches(iter([row]))) as batches:
         with pytest.raises(DamagedError, match="sample 102"):
             next(batches)
+
+
+def test_only_samples_whose_states_are_there_are_planned(tmp_path: Path) -> None:
+    """No placeholder for others, whatever became of them (T3)."""
+    samples = tiny.random_samples(6)
+    dataset = tiny.build_dataset(tmp_path / "d", samples)
+    outcomes: tuple[Outcome, ...] = ("timed_out", "failed", "rejected", "generated")
+    with dataset.writer() as writer:
+        writer.add_prompts(
+            Prompt(
+                hash=f"{number:032x}",
+                conversation='{"messages": []}',
+                source="s",
+                row=number,
+                conversation_id=f"c{number}",
+            )
+            for number in range(100, 101 + len(outcomes))
+        )
+        for waiting, outcome in zip(writer.pending(0, 99)[1:], outcomes, strict=True):
+            attempt = Attempt(id=waiting.id, stage="generate", attempt=1, outcome=outcome)
+            completion = tiny.completion(samples[0]) if outcome == "generated" else None
+            writer.commit([Result(attempt=attempt, hash=waiting.hash, completion=completion)])
+    with dataset.reader() as reader:
+        assert reader.summary()["prompts"]["total"] == 11
+        columns = data.select(reader.trainable(), tiny.CONTEXT).samples
+    assert len(columns) == 6
+    # and one that vanishes under a run is an error that names it
+    next((tmp_path / "d" / "hidden_states").iterdir()).unlink()
+    with closing(ShardReader(tmp_path / "d")) as shards:
+        with pytest.raises(DamagedError, match=rf"sample {columns.id[0]} cannot be read"):
+            load_row(shards, columns, Row(members=(0,), cursor=Cursor()), tiny.SHAPE)
 
 
 @pytest.mark.parametrize(

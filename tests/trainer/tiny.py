@@ -145,6 +145,17 @@ def build_dataset(
     return dataset
 
 
+def completion(sample: Sample) -> Completion:
+    """The completion of a sample, as a server would have given it."""
+    return Completion(
+        prompt_token_ids=sample.prompt,
+        completion_token_ids=sample.completion,
+        content="x",
+        reasoning=None,
+        finish_reason="stop",
+    )
+
+
 def _generated(prompt, sample: Sample) -> Result:
     attempt = Attempt(
         id=prompt.id,
@@ -155,14 +166,7 @@ def _generated(prompt, sample: Sample) -> Result:
         prompt_tokens=len(sample.prompt),
         completion_tokens=len(sample.completion),
     )
-    completion = Completion(
-        prompt_token_ids=sample.prompt,
-        completion_token_ids=sample.completion,
-        content="x",
-        reasoning=None,
-        finish_reason="stop",
-    )
-    return Result(attempt=attempt, hash=prompt.hash, completion=completion)
+    return Result(attempt=attempt, hash=prompt.hash, completion=completion(sample))
 
 
 def _extracted(generated, sample: Sample, name: str, layer_ids: tuple[int, ...]) -> Result:
