@@ -84,8 +84,9 @@ def generate_result(prompt: PendingPrompt, outcome: str = "generated") -> Result
     return Result(attempt=attempt, hash=prompt.hash, completion=found)
 
 
-def extract_result(sample: GeneratedSample) -> Result:
-    states = states_of(sample.id, len(sample.completion.token_ids))
+def extract_result(sample: GeneratedSample, states: np.ndarray | None = None) -> Result:
+    if states is None:
+        states = states_of(sample.id, len(sample.completion.token_ids))
     payload = StatesPayload(
         codec="em-zfast",
         shape=states.shape,
