@@ -144,7 +144,7 @@ def _rates(given: tuple[str, ...], hardware: str, measured: Mapping[Stage, Rate]
             speed = 0.0
         if stage not in STAGES or not speed > 0:
             raise UsageError(f"--rate {text}: write STAGE=TOKENS_PER_S, e.g. generate=1600")
-        rates[cast(Stage, stage)] = Rate(tokens_per_s=speed, source="given")
+        rates[stage] = Rate(tokens_per_s=speed, source="given")
     return rates
 
 

@@ -52,7 +52,7 @@ def take_in(
     except FileNotFoundError:
         raise TransientError(f"{name} went away before it was read") from None
     with staged:
-        _check_claims(staged, sent, layers)
+        check_claims(staged, sent, layers)
         blocks: list[bytes] = []
         check = StatesCheck(sent, layers.layer_ids, layers.hidden_size)
         shape = (len(layers.layer_ids), layers.hidden_size)
@@ -73,7 +73,8 @@ def take_in(
     return payload, warning
 
 
-def _check_claims(staged: StagedFile, sent: TokenIds, layers: Layers) -> None:
+def check_claims(staged: StagedFile, sent: TokenIds, layers: Layers) -> None:
+    """Raise where a file is not about the ids that were sent, or not about these layers."""
     num_layers = len(layers.layer_ids)
     check_shape(staged.shape, staged.dtype, num_layers=num_layers, hidden_size=layers.hidden_size)
     if staged.layer_ids is not None and staged.layer_ids != layers.layer_ids:
