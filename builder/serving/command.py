@@ -142,7 +142,7 @@ def serve_arguments(
         # compiling takes longer than it saves here, and needs a C++ compiler
         arguments += ["--enforce-eager"]
         if not has_fast_bf16():
-            # emulated bf16 is 3 to 6 times slower than float32
+            # emulated bf16 is slower than float32
             arguments += ["--dtype", "float32"]
         if _few_cores():
             # A worker process of its own is waited for by spinning: half of two cores.
