@@ -210,6 +210,7 @@ def test_json_and_html_from_the_command(
     assert ended.value.code == 2
 
 
+@pytest.mark.slow
 def test_it_reads_the_snapshot_while_a_writer_works(tmp_path: Path) -> None:
     dataset = story.make(tmp_path / "ds", generate=40, extract=20)
     before = command.read(str(dataset.path))
