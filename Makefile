@@ -1,5 +1,5 @@
 # draftmill's front door. Everything happens in .venv; the system's Python is left alone.
-#   make install | demo [ARGS=--small] | test | test-fast | check | format | lock | wheel | clean
+#   make install | demo [ARGS=--small] | test | test-fast | fuzz | check | format | lock | wheel | clean
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -11,13 +11,14 @@ export PYTHON
 # Some machines forbid bytecode files; then every start compiles torch and vLLM again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test test-fast check format lock wheel clean distclean
+.PHONY: help install demo test test-fast fuzz check format lock wheel clean distclean
 
 help:
 	@echo 'make install      builds .venv with everything; the command is .venv/bin/draftmill'
 	@echo 'make demo         installs, then runs the whole job on a small model (ARGS=--small: shorter)'
 	@echo 'make test         installs, checks, and runs every test, real vLLM servers included'
 	@echo 'make test-fast    installs, and runs the tests that are quick and need no vLLM server'
+	@echo 'make fuzz         installs, and reads hostile bytes for a minute'
 	@echo 'make check        lint, format, types, import contract'
 	@echo 'make format       puts the sources into the house format'
 	@echo 'make lock         resolves requirements/cpu.lock again'
@@ -42,10 +43,15 @@ demo: install
 # The servers of the e2e tests need the whole machine: they run alone, and last.
 test: check
 	$(PY) -m pytest -m 'not e2e' -n 2 $(ARGS)
+	$(PY) -m tests.fuzz --seconds 60
 	$(PY) -m pytest -m e2e $(ARGS)
 
 test-fast: install
 	$(PY) -m pytest -m 'not e2e and not slow' -n 2 $(ARGS)
+
+# Hostile bytes for what is read from disk; a failure prints the command that repeats it.
+fuzz: install
+	$(PY) -m tests.fuzz --seconds 60
 
 # mypy reads the rooms through the links in .venv; the messages should name the real files.
 check: install

@@ -45,6 +45,16 @@ def parse_budget(text: str, folder: Path) -> int:
     return size
 
 
+def check_budget(limit_bytes: int) -> None:
+    """Raises ValueError, with the arithmetic, for a budget that leaves no byte for samples."""
+    headroom = default_headroom(limit_bytes)
+    if limit_bytes <= headroom:
+        raise ValueError(
+            f"{format_size(limit_bytes)} are no room for samples: {format_size(headroom)} are kept "
+            "for the database, its log and snapshots, and samples need what is above that"
+        )
+
+
 def default_headroom(limit_bytes: int | None) -> int:
     """Bytes kept for the database, its log and snapshot rewrites: a sixteenth, within limits."""
     if limit_bytes is None:
@@ -198,7 +208,7 @@ class Budget:
                     f"The disk budget of {format_size(self.limit_bytes)} is used up: "
                     f"{format_size(self.used_bytes)} are stored, the next sample needs up to "
                     f"{format_size(need)} and {format_size(self.headroom_bytes)} are kept for the "
-                    "database. Raise disk_budget, evict hidden states, or train on what is there."
+                    "database. Raise disk_budget or evict hidden states."
                 )
         if self.staging_limit_bytes is not None and staged_bytes:
             room = self.staging_limit_bytes - self._foreign_bytes - max(staged, self._live_bytes)
@@ -214,21 +224,29 @@ class Budget:
         self, stored_bytes: int, staged_bytes: int, stored: int, staged: int
     ) -> str | None:
         """The same for the disks themselves. Staged files in place are no longer to be written."""
-        to_stage = max(0, staged - self._live_bytes) + staged_bytes
-        to_store = stored + stored_bytes + self.headroom_bytes
-        demands = {os.stat(self._dataset).st_dev: (self._dataset, to_store)}
+        # by device: a folder on it, and bytes for the next sample, what is in flight, the database
+        demands = {
+            os.stat(self._dataset).st_dev: (
+                self._dataset,
+                [stored_bytes, stored, self.headroom_bytes],
+            )
+        }
         if self._staging is not None and self._staging.is_dir():
             device = os.stat(self._staging).st_dev
-            folder, bytes_there = demands.get(device, (self._staging, 0))
-            demands[device] = (folder, bytes_there + to_stage)
-        for folder, wanted in demands.values():
+            _, parts = demands.setdefault(device, (self._staging, [0, 0, 0]))
+            parts[0] += staged_bytes
+            parts[1] += max(0, staged - self._live_bytes)
+        for folder, parts in demands.values():
             volume = os.statvfs(folder)
             free = volume.f_bavail * volume.f_frsize
-            if wanted > free:
+            if sum(parts) > free:
+                shares = zip(
+                    parts, ("the next sample", "samples in flight", "the database"), strict=True
+                )
+                needs = " + ".join(f"{format_size(size)} for {who}" for size, who in shares if size)
                 return (
-                    f"{folder}: the disk has {format_size(free)} left, the next sample and what is "
-                    f"in flight need up to {format_size(wanted)}. Free space, or train on what is "
-                    "there."
+                    f"{folder}: the disk has {format_size(free)} left, needed are up to {needs}. "
+                    "Free space on it or evict hidden states."
                 )
         return None
 

@@ -57,7 +57,11 @@ class RateMeter:
 
 @dataclass(kw_only=True, slots=True)
 class StageReport:
-    """How a stage ended. `stopped` says why it ended before its work was done, if it did."""
+    """How a stage ended. `stopped` says why it ended before its work was done, if it did.
+
+    `given` counts those of the generated rows whose answer came with the prompt; their tokens are
+    not among `tokens`.
+    """
 
     stage: str
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -67,3 +71,4 @@ class StageReport:
     stopped: str | None = None
     over_budget: bool = False
     truncated: int = 0
+    given: int = 0

@@ -18,17 +18,20 @@ Buffer = bytes | bytearray | memoryview | NDArray[np.uint8]
 _RAW_FLAG = 0x8000_0000
 
 
-def pack_streams(streams: Sequence[Sequence[Buffer]], plane_bytes: Sequence[int]) -> bytes:
-    """The payload of streams[plane][layer], planes of `plane_bytes` bytes each.
+def pack_head(
+    streams: Sequence[Sequence[Buffer]], plane_bytes: Sequence[int], num_planes: int
+) -> bytes:
+    """The table of streams[plane][layer], planes of `plane_bytes` bytes, and the first streams.
 
-    A stream as long as its plane is the plane itself; all buffers are flat.
+    The first `num_planes` planes are copied here, the others follow where they lie already. A
+    stream as long as its plane is the plane itself; all buffers are flat.
     """
     entries = [
         len(stream) | (_RAW_FLAG if len(stream) == size else 0)
         for of_plane, size in zip(streams, plane_bytes, strict=True)
         for stream in of_plane
     ]
-    in_order = [stream for of_plane in streams for stream in of_plane]
+    in_order = [stream for of_plane in streams[:num_planes] for stream in of_plane]
     return b"".join([np.array(entries, "<u4").tobytes(), *in_order])
 
 

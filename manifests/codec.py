@@ -1,8 +1,8 @@
-"""Hidden states to block payloads and back; compression of small blobs; checksums.
+"""Hidden states to block payloads and back.
 
-The one door to zstandard and xxhash. Owns block payloads (docs/codecs.md is the normative
-text) and every check of what was read. Names and sizes are `codec_names`'s, bit arithmetic is in
-`planes` and `rotation`, what surrounds a payload (records, shards) is `record`'s and `shard`'s.
+Owns block payloads (docs/codecs.md is the normative text) and every check of what was read. Names
+and sizes are `codec_names`'s, zstd is `frames`'s, bit arithmetic is in `planes` and `rotation`,
+what surrounds a payload (records, shards) is `record`'s and `shard`'s.
 
 Legend: T tokens, L layers, H hidden size; states are bf16 bit patterns, uint16 [T, L, H].
 """
@@ -15,11 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import xxhash
-import zstandard
 from numpy.typing import NDArray
 
-from draftmill.manifests.block_payload import Buffer, Streams, pack_streams
+from draftmill.manifests.block_payload import Buffer, Streams, pack_head
 from draftmill.manifests.codec_names import (
     BLOCK_TOKENS,
     CODECS,
@@ -32,6 +30,13 @@ from draftmill.manifests.codec_names import (
     worst_case_bytes,
 )
 from draftmill.manifests.errors import DamagedError
+from draftmill.manifests.frames import (
+    checksum,
+    code_plane,
+    compress,
+    decompress,
+    decompress_into,
+)
 from draftmill.manifests.layer_codec import LayerCodec, Plane, PlaneSpec, Words
 
 __all__ = [
@@ -54,36 +59,43 @@ __all__ = [
     "worst_case_bytes",
 ]
 
-# Level 1, strategy fast, tables so small and matches so long that almost only Huffman coding is
-# left: on exponent planes this is faster than level 1 and smaller than level 3.
-_PLANE_PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
-    1,
-    strategy=zstandard.STRATEGY_FAST,
-    hash_log=6,
-    chain_log=6,
-    min_match=7,
-    write_content_size=True,
-    write_checksum=False,
-)
 _local = threading.local()
 
 
-def encode_states(states_TLH: Words, codec: str) -> list[bytes]:
+def encode_states(
+    states_TLH: Words,
+    codec: str,
+    *,
+    block_tokens: int = BLOCK_TOKENS,
+    room: Plane | None = None,
+) -> list[memoryview]:
     """Encode bf16 bit patterns, uint16 [T, L, H] of any strides: one payload per block.
 
-    The payload of block i holds the tokens from i * BLOCK_TOKENS; no tokens give no payload.
+    The payload of block i holds the tokens from i * block_tokens; no tokens give no payload. All
+    payloads of one call lie in one piece of memory: `room` (flat, `worst_case_bytes` or more), or
+    a new one. Fresh pages cost as much as a third of the work, so callers use theirs again.
     Raises ValueError where the array is not of that kind, or has a value that a lossy codec cannot
     take (`rot4`: what is not finite, or 2 ** 120 and more).
     """
     parse_codec(codec)
     _check_states(states_TLH)
-    blocks = (
-        states_TLH[start : start + BLOCK_TOKENS]
-        for start in range(0, len(states_TLH), BLOCK_TOKENS)
-    )
+    starts = range(0, len(states_TLH), block_tokens)
     if codec == RAW:
-        return [np.ascontiguousarray(block, dtype="<u2").tobytes() for block in blocks]
-    return [_encode_block(block, layer_codec(codec)) for block in blocks]
+        flat = memoryview(states_TLH.astype("<u2", order="C").reshape(-1).view(np.uint8))
+        row = 2 * states_TLH.shape[1] * states_TLH.shape[2]
+        return [flat[at * row : (at + block_tokens) * row].toreadonly() for at in starts]
+    kind = layer_codec(codec)
+    if room is None:
+        tokens, layers, hidden = states_TLH.shape
+        size = worst_case_bytes(tokens, layers, hidden, codec, block_tokens=block_tokens)
+        room = np.empty(size, np.uint8)
+    payloads: list[memoryview] = []
+    for at in starts:
+        # from the end downwards, so that what is not needed is never touched
+        payload = _encode_block(states_TLH[at : at + block_tokens], kind, room)
+        room = room[: room.size - payload.nbytes]
+        payloads.append(payload)
+    return payloads
 
 
 def decode_block(codec: str, payload: Buffer, out_TLH: Words) -> None:
@@ -182,55 +194,6 @@ def decode_states(
             pass
 
 
-def compress(data: Buffer, level: int = 3) -> bytes:
-    """One plain zstd frame (token ids, text); it states the size of its content."""
-    kept: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("blob_compressors", {})
-    if level not in kept:
-        kept[level] = zstandard.ZstdCompressor(level=level)
-    frame: bytes = kept[level].compress(memoryview(data))
-    return frame
-
-
-def decompress(frame: Buffer, max_bytes: int) -> bytes:
-    """The content of one zstd frame that states its size, of at most `max_bytes`.
-
-    Raises DamagedError for anything else, before memory is taken for what the frame claims.
-    """
-    size = _frame_content_size(frame)
-    if size > max_bytes:
-        raise DamagedError(f"a zstd frame claims {size} bytes where at most {max_bytes} may be")
-    out = np.empty(size, np.uint8)
-    decompress_into(frame, out)
-    return out.tobytes()
-
-
-def decompress_into(frame: Buffer, out: Plane) -> None:
-    """Decompress a frame of exactly `out.size` bytes into `out`, flat. Raises DamagedError."""
-    size = _frame_content_size(frame)
-    if size != out.size:
-        raise DamagedError(f"a zstd frame claims {size} bytes where {out.size} must be")
-    try:
-        with _decompressor().stream_reader(memoryview(frame), closefd=False) as reader:
-            # with the whole frame and its whole output at hand libzstd decodes in one pass,
-            # straight into `out`, without a window of its own
-            count = reader.readinto(memoryview(out)) if size else 0
-    except zstandard.ZstdError as error:
-        raise DamagedError(f"a zstd frame does not decode: {error}") from error
-    if count != size:
-        raise DamagedError(f"a zstd frame gave {count} bytes where {size} must be")
-
-
-def code_plane(plane: Plane) -> bytes:
-    """A zstd frame of a byte plane or, where that is no smaller, its bytes."""
-    frame = _compressor().compress(memoryview(plane))
-    return frame if len(frame) < plane.size else plane.tobytes()
-
-
-def checksum(data: Buffer) -> int:
-    """xxh3_64 of the bytes."""
-    return xxhash.xxh3_64_intdigest(data)
-
-
 # ---- block payloads ---------------------------------------------------------------------------
 
 
@@ -258,21 +221,30 @@ def _plane_buffers(specs: Sequence[PlaneSpec]) -> list[Plane]:
     return buffers
 
 
-def _encode_block(block_TLH: Words, kind: LayerCodec) -> bytes:
+def _encode_block(block_TLH: Words, kind: LayerCodec, room: Plane) -> memoryview:
+    """The payload of one block, at the end of `room`: planes stored as they are are made there."""
     num_tokens, num_layers, hidden_size = block_TLH.shape
     specs = kind.planes(num_tokens, hidden_size)
-    # planes stored as they are keep their memory up to the join, so that they are copied once
-    copies = [1 if spec.coded else num_layers for spec in specs]
-    memory = iter(_plane_buffers([s for s, n in zip(specs, copies, strict=True) for _ in range(n)]))
-    buffers = [[next(memory) for _ in range(n)] for n in copies]
+    coded = [spec for spec in specs if spec.coded]
+    assert specs[: len(coded)] == tuple(coded), "planes stored as they are come last"
+    end = room.size - num_layers * sum(spec.num_bytes for spec in specs[len(coded) :])
+    at, tail = end, []
+    for spec in specs[len(coded) :]:
+        size = num_layers * spec.num_bytes
+        tail.append(room[at : at + size].reshape(num_layers, *spec.shape))
+        at += size
+    buffers = _plane_buffers(coded)
     scratch = kind.scratch(hidden_size)
-    streams: list[list[Buffer]] = [[] for _ in specs]
+    streams: list[list[Buffer]] = [[] for _ in coded]
     for layer in range(num_layers):
-        planes = [own[layer % len(own)] for own in buffers]
-        kind.split(block_TLH[:, layer], planes, scratch)
-        for stored, spec, plane in zip(streams, specs, planes, strict=True):
-            stored.append(code_plane(plane) if spec.coded else plane.reshape(-1))
-    return pack_streams(streams, [spec.num_bytes for spec in specs])
+        kind.split(block_TLH[:, layer], [*buffers, *(plane[layer] for plane in tail)], scratch)
+        for stored, plane in zip(streams, buffers, strict=True):
+            stored.append(code_plane(plane))
+    streams += [[plane[layer].reshape(-1) for layer in range(num_layers)] for plane in tail]
+    head = pack_head(streams, [spec.num_bytes for spec in specs], len(coded))
+    start = end - len(head)
+    room[start:end] = np.frombuffer(head, np.uint8)
+    return memoryview(room)[start:].toreadonly()
 
 
 def _decode_raw(payload: Buffer, out: NDArray[Any]) -> None:
@@ -291,50 +263,3 @@ def _read_plane(streams: Streams, plane: int, layer: int, buffer: Plane) -> Plan
     if len(stream) != buffer.size:
         raise DamagedError(f"a plane has {len(stream)} bytes where {buffer.size} must be")
     return np.frombuffer(stream, np.uint8).reshape(buffer.shape)
-
-
-# ---- zstd -------------------------------------------------------------------------------------
-
-
-def _compressor() -> zstandard.ZstdCompressor:
-    """This thread's compressor: building one costs more than a small plane, sharing one crashes."""
-    if not hasattr(_local, "compressor"):
-        _local.compressor = zstandard.ZstdCompressor(compression_params=_PLANE_PARAMETERS)
-    compressor: zstandard.ZstdCompressor = _local.compressor
-    return compressor
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    if not hasattr(_local, "decompressor"):
-        _local.decompressor = zstandard.ZstdDecompressor()
-    decompressor: zstandard.ZstdDecompressor = _local.decompressor
-    return decompressor
-
-
-def _frame_content_size(frame: Buffer) -> int:
-    """The size a frame claims for its content, once it is exactly one frame without more bytes.
-
-    The block headers are walked because the decoder stops at the end of the first frame and would
-    leave trailing bytes unseen.
-    """
-    view = memoryview(frame).cast("B")
-    try:
-        parameters = zstandard.get_frame_parameters(view)
-        position = zstandard.frame_header_size(view)
-    except zstandard.ZstdError as error:
-        raise DamagedError(f"not a zstd frame: {error}") from error
-    size: int = parameters.content_size
-    if size == zstandard.CONTENTSIZE_UNKNOWN or parameters.dict_id:
-        raise DamagedError("a zstd frame without its content size, or with a dictionary")
-    last = False
-    while not last:
-        header = int.from_bytes(view[position : position + 3], "little")
-        last = bool(header & 1)
-        stored = 1 if (header >> 1) & 3 == 1 else header >> 3
-        position += 3 + stored
-        if position > len(view):
-            raise DamagedError("a zstd frame is cut short")
-    position += 4 if parameters.has_checksum else 0
-    if position != len(view):
-        raise DamagedError(f"{len(view)} bytes stored where a zstd frame has {position}")
-    return size

@@ -53,12 +53,19 @@ def plane_specs(codec: str, shape: tuple[int, int, int]) -> tuple[PlaneSpec, ...
     )
 
 
-def worst_case_bytes(num_tokens: int, num_layers: int, hidden_size: int, codec: str) -> int:
+def worst_case_bytes(
+    num_tokens: int,
+    num_layers: int,
+    hidden_size: int,
+    codec: str,
+    *,
+    block_tokens: int = BLOCK_TOKENS,
+) -> int:
     """The most bytes that `encode_states` can return for that shape, whatever the values are."""
     if parse_codec(codec) == RAW:
         return 2 * num_tokens * num_layers * hidden_size
     total = 0
-    for length in block_lengths(num_tokens):
+    for length in block_lengths(num_tokens, block_tokens):
         for spec in layer_codec(codec).planes(length, hidden_size):
             total += num_layers * (4 + spec.num_bytes)
     return total

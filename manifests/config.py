@@ -14,6 +14,7 @@ import re
 import tomllib
 import types
 import typing
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ from typing import Any
 from draftmill.manifests.errors import ConfigError
 
 
-def render(sections: Mapping[str, Any]) -> str:
-    """The text of a config file with these settings; every key has its explanation above it."""
+def render(sections: Mapping[str, Any], lists: Mapping[str, type] | None = None) -> str:
+    """The text of a config file with these settings; every key has its explanation above it.
+
+    `lists` are sections that may come several times, as [[name]]; they are shown commented out.
+    """
     lines = ["# Settings of this dataset. docs/reference.md lists all keys.", ""]
     for name, settings in sections.items():
         lines.append(f"[{name}]")
@@ -33,6 +37,20 @@ def render(sections: Mapping[str, Any]) -> str:
                 lines.append(f"# {item.name} =")
             else:
                 lines.append(f"{item.name} = {_toml(value)}")
+        lines.append("")
+    for name, cls in (lists or {}).items():
+        lines += [
+            f"# One or more sections [[{name}]], without the first # of each line:",
+            f"# [[{name}]]",
+        ]
+        for item in dataclasses.fields(cls):
+            lines.extend(f"# # {line}" for line in str(item.metadata["help"]).splitlines())
+            value = item.default
+            if item.default_factory is not dataclasses.MISSING:
+                value = item.default_factory()
+            lines.append(
+                f"# # {item.name} =" if value is None else f"# {item.name} = {_toml(value)}"
+            )
         lines.append("")
     return "\n".join(lines)
 
@@ -52,46 +70,69 @@ def _toml(value: Any) -> str:
     raise TypeError(f"{type(value).__name__} has no TOML form")
 
 
-def read(path: Path, sections: Mapping[str, type]) -> dict[str, Any]:
-    """Settings of every section; keys that are missing keep their defaults.
+def read(
+    path: Path, sections: Mapping[str, type], lists: Mapping[str, type] | None = None
+) -> dict[str, Any]:
+    """Settings of every section, a tuple for those of `lists`; missing keys keep their defaults.
 
     Raises ConfigError with file, line and key for whatever is unknown, of another type or out of
     range.
     """
+    text = _text(path)
     try:
-        text = path.read_text(encoding="utf-8")
         document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    known = {**sections, **(lists or {})}
+    for name, content in document.items():
+        if name not in known:
+            kind = "section" if isinstance(content, dict) else "key"
+            raise ConfigError(
+                f"{_where(path, text, None, name)}: unknown {kind} {name!r}"
+                + _suggestion(name, known)
+            )
+    found = {
+        name: _build(path, text, name, cls, document.get(name, {}))
+        for name, cls in sections.items()
+    }
+    for name, cls in (lists or {}).items():
+        entries = document.get(name, [])
+        if not isinstance(entries, list):
+            where = _where(path, text, None, name)
+            raise ConfigError(f"{where}: {name} must be a list of sections: [[{name}]]")
+        found[name] = tuple(
+            _build(path, text, name, cls, entry, number) for number, entry in enumerate(entries)
+        )
+    return found
+
+
+def where(path: Path, section: str, key: str, entry: int | None = None) -> str:
+    """`FILE line N` of a key; `entry` is the number, from 0, of a section that comes often."""
+    return _where(path, _text(path), section, key, entry)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 at byte {error.start}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    for name, content in document.items():
-        if name not in sections:
-            kind = "section" if isinstance(content, dict) else "key"
-            raise ConfigError(
-                f"{_where(path, text, None, name)}: unknown {kind} {name!r}"
-                + _suggestion(name, sections)
-            )
-    return {
-        name: _build(path, text, name, cls, document.get(name, {}))
-        for name, cls in sections.items()
-    }
 
 
-def _build(path: Path, text: str, section: str, cls: type, content: Any) -> Any:
+def _build(
+    path: Path, text: str, section: str, cls: type, content: Any, entry: int | None = None
+) -> Any:
+    label = f"[{section}]" if entry is None else f"[[{section}]]"
     if not isinstance(content, dict):
         where = _where(path, text, None, section)
-        raise ConfigError(f"{where}: {section} must be a section: [{section}]")
+        raise ConfigError(f"{where}: {section} must be a section: {label}")
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, value in content.items():
-        where = _where(path, text, section, key)
+        where = _where(path, text, section, key, entry)
         if key not in hints:
-            raise ConfigError(
-                f"{where}: unknown key {key!r} in [{section}]" + _suggestion(key, hints)
-            )
+            raise ConfigError(f"{where}: unknown key {key!r} in {label}" + _suggestion(key, hints))
         try:
             values[key] = _coerce(value, hints[key])
         except TypeError as error:
@@ -100,7 +141,7 @@ def _build(path: Path, text: str, section: str, cls: type, content: Any) -> Any:
         return cls(**values)
     except ValueError as error:
         key = str(error).partition(":")[0]
-        raise ConfigError(f"{_where(path, text, section, key)}: {error}") from error
+        raise ConfigError(f"{_where(path, text, section, key, entry)}: {error}") from error
     except TypeError as error:
         missing = [
             item.name
@@ -110,7 +151,7 @@ def _build(path: Path, text: str, section: str, cls: type, content: Any) -> Any:
             and item.default_factory is dataclasses.MISSING
         ]
         where = _where(path, text, None, section)
-        raise ConfigError(f"{where}: [{section}] needs {', '.join(missing)}") from error
+        raise ConfigError(f"{where}: {label} needs {', '.join(missing)}") from error
 
 
 def _coerce(value: Any, hint: Any) -> Any:
@@ -162,9 +203,11 @@ def _suggestion(name: str, known: Mapping[str, Any]) -> str:
     return "; known are " + ", ".join(known)
 
 
-def _where(path: Path, text: str, section: str | None, key: str) -> str:
-    """`FILE line N` of a key or section header."""
-    number = _line(text, section, key)
+def _where(path: Path, text: str, section: str | None, key: str, entry: int | None = None) -> str:
+    """`FILE line N` of a key or section; the header of a list's entry that lacks the key."""
+    number = _line(text, section, key, entry)
+    if number is None and section is not None and entry is not None:
+        number = _line(text, section, None, entry)
     if number is not None:
         return f"{path} line {number}"
     return f"{path} [{section}]" if section else str(path)
@@ -176,27 +219,36 @@ def line_of(text: str, section: str, key: str) -> int | None:
     return _line(text, section, key) if key in content else None
 
 
-def _line(text: str, section: str | None, key: str) -> int | None:
+def _line(text: str, section: str | None, key: str | None, entry: int | None = None) -> int | None:
     """tomllib keeps no positions, so they are looked up in the text: a key may stand in its
-    section, be a section of its own (`[section.key]`), or be written with dots."""
-    wanted = [key] if section is None else [section, key]
+    section, be a section of its own (`[section.key]`), or be written with dots. `entry` counts
+    the sections [[section]] of a list from 0."""
+    wanted = [name for name in (section, key) if name is not None]
     current: list[str] = []
+    entries: Counter[str] = Counter()
+    here: int | None = None  # the entry of a list that this line belongs to
     for number, line in enumerate(text.splitlines(), 1):
         header = _HEADER.match(line)
         if header:
-            current = _names(header.group(1))
-            if current[: len(wanted)] == wanted:
+            current = _names(header.group(2))
+            if header.group(1) == "[[":
+                here = entries[current[0]]
+                entries[current[0]] += 1
+            elif len(current) == 1:
+                here = None
+            if (section is None or here == entry) and current[: len(wanted)] == wanted:
                 return number
             continue
         assigned = _ASSIGNED.match(line)
-        if assigned and [*current, *_names(assigned.group(1))][: len(wanted)] == wanted:
+        names = [*current, *_names(assigned.group(1))] if assigned else []
+        if names and (section is None or here == entry) and names[: len(wanted)] == wanted:
             return number
     return None
 
 
 _NAME = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
 _DOTTED = rf"{_NAME}(?:\s*\.\s*{_NAME})*"
-_HEADER = re.compile(rf"\s*\[\[?\s*({_DOTTED})\s*\]")
+_HEADER = re.compile(rf"\s*(\[\[?)\s*({_DOTTED})\s*\]")
 _ASSIGNED = re.compile(rf"\s*({_DOTTED})\s*=")
 
 

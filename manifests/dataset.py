@@ -6,9 +6,6 @@ to `manifest`, files of records to `shard`, crashes to `recovery`.
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -17,10 +14,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from draftmill.manifests import files
+from draftmill.manifests import files, lock
 from draftmill.manifests.errors import DatasetError, LockedError
 from draftmill.manifests.layout import Layout
 from draftmill.manifests.manifest import Manifest, ManifestDamaged
+from draftmill.manifests.published import published
 from draftmill.manifests.reader import ShardReader
 from draftmill.manifests.recovery import recover
 from draftmill.manifests.snapshot import load_snapshot
@@ -76,7 +74,10 @@ class Dataset(Layout):
     @contextmanager
     def writer(self, **options: Any) -> Iterator[DatasetWriter]:
         """The dataset's only writer; runs recovery first. Options are those of DatasetWriter."""
-        with _exclusive(self):
+        refusal = (
+            f"{self.path} is being written by process {{owner}}. Wait until it ends, or stop it."
+        )
+        with lock.held(self.lock_path, refusal):
             manifest, rebuilt = _open_manifest(self)
             try:
                 report = recover(self.path, manifest, rebuilt=rebuilt)
@@ -93,31 +94,6 @@ class Dataset(Layout):
             yield reader
         finally:
             reader.close()
-
-
-@contextmanager
-def _exclusive(dataset: Dataset) -> Iterator[None]:
-    """Hold the dataset's lock; the operating system gives it back whatever happens to us."""
-    try:
-        fd = os.open(dataset.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise DatasetError(f"{dataset.path} cannot be written: {error.strerror}") from error
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
-            pid = int(owner) if owner.isdigit() else None
-            raise LockedError(
-                f"{dataset.path} is being written by process {owner or 'unknown'}. "
-                "Wait until it ends, or stop it.",
-                pid=pid,
-            ) from error
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        yield
-    finally:
-        os.close(fd)
 
 
 def _open_manifest(dataset: Dataset) -> tuple[Manifest, bool]:
@@ -187,9 +163,8 @@ class DatasetReader:
         self, *, budget_bytes: int | None = None, staging: Path | None = None
     ) -> dict[str, Any]:
         """The document of `status --json`: the writer's own while one runs, else measured now."""
-        if self.writer_pid is not None and self.dataset.status_path.exists():
-            document: dict[str, Any] = json.loads(self.dataset.status_path.read_text())
-            return document
+        if self.writer_pid is not None and (found := published(self.dataset)) is not None:
+            return found
         return summarize(
             self.dataset.path, self.manifest, budget_bytes=budget_bytes, staging=staging
         )
@@ -198,11 +173,27 @@ class DatasetReader:
         """The result of a query over the manifest's tables."""
         return self.manifest.user_query(query)
 
+    def meta(self, key: str) -> str | None:
+        """A value of the manifest's table `meta`, None when it has none."""
+        return self.manifest.meta(key)
+
     def extracted(self) -> pa.Table:
         """Every sample that can be trained on, in id order, with where its records lie."""
         return self.manifest.table(
             "SELECT id, hash, source, conversation, off_policy, prompt_tokens, completion_tokens, "
             "tokens, digest, finish_reason, generate_shard, generate_offset, generate_length, "
+            "extract_shard, extract_offset, extract_length "
+            "FROM samples WHERE state = 'extracted' ORDER BY id"
+        )
+
+    def trainable(self) -> pa.Table:
+        """What a training plan is made of: `extracted` without what only people read.
+
+        In about half the time, which counts when a million samples are planned.
+        """
+        return self.manifest.table(
+            "SELECT id, conversation, prompt_tokens, tokens, digest, "
+            "generate_shard, generate_offset, generate_length, "
             "extract_shard, extract_offset, extract_length "
             "FROM samples WHERE state = 'extracted' ORDER BY id"
         )

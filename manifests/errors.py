@@ -16,6 +16,7 @@ DraftmillError
 │   └── PermanentError         would fail again: the server's own words
 ├── RejectedError              one sample is unusable; carries reason, layer, position
 └── ServerError                a server that draftmill started or uses is not what it must be
+    └── WrongStatesError       its hidden states are not those of the target; the run stops
 """
 
 from __future__ import annotations
@@ -116,3 +117,7 @@ class RejectedError(DraftmillError):
 
 class ServerError(DraftmillError):
     """A server cannot be started, died, or serves something else than it should."""
+
+
+class WrongStatesError(ServerError):
+    """A server's hidden states are not the target's: nothing more may be stored from it."""

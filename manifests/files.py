@@ -6,7 +6,7 @@ the process at each of them and replay any prefix of them. What is written where
 DRAFTMILL_FAILPOINT=NAME[@N][=ACTION] acts at the N-th time (default 1) that NAME is reached.
 ACTION is `kill` (SIGKILL to this process, the default), `torn` (on a write: the first half of the
 bytes, then kill), `enospc` or `eio` (that OSError). DRAFTMILL_FAILPOINT_TRACE=FILE appends every
-name reached to FILE.
+name reached to FILE. Both are read when a process starts; `arm` sets the first one later.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +30,46 @@ observer: Callable[[str, Path, dict[str, Any]], None] | None = None
 # Errors that mean "no room": handled like the disk budget.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-_hits: Counter[str] = Counter()
 _ERRNO = {"enospc": errno.ENOSPC, "eio": errno.EIO}
+
+
+@dataclass(slots=True)
+class _Failpoint:
+    """Where to act, and how often that place is still to be passed before."""
+
+    name: str
+    left: int
+    action: str
+
+
+_armed: _Failpoint | None = None
+_trace = os.environ.get("DRAFTMILL_FAILPOINT_TRACE")
+
+
+def arm(text: str) -> None:
+    """Set the failpoint NAME[@N][=ACTION] of this process, counting from now; "" sets none."""
+    global _armed
+    target, _, action = text.partition("=")
+    name, _, count = target.partition("@")
+    _armed = _Failpoint(name, int(count or 1), action) if name else None
+
+
+arm(os.environ.get("DRAFTMILL_FAILPOINT", ""))
 
 
 def reach(name: str) -> str | None:
     """Pass the failpoint `name`; returns "torn" when the caller is to write half and die."""
-    trace = os.environ.get("DRAFTMILL_FAILPOINT_TRACE")
-    if trace:
-        with open(trace, "a", encoding="utf-8") as file:
+    if _trace is not None:
+        with open(_trace, "a", encoding="utf-8") as file:
             file.write(name + "\n")
-    wanted = os.environ.get("DRAFTMILL_FAILPOINT")
-    if not wanted:
+    if _armed is None or _armed.name != name:
         return None
-    target, _, action = wanted.partition("=")
-    target, _, count = target.partition("@")
-    if target != name:
+    _armed.left -= 1
+    if _armed.left != 0:
         return None
-    _hits[name] += 1
-    if _hits[name] != int(count or 1):
-        return None
-    if action in _ERRNO:
-        raise OSError(_ERRNO[action], os.strerror(_ERRNO[action]))
-    if action == "torn":
+    if _armed.action in _ERRNO:
+        raise OSError(_ERRNO[_armed.action], os.strerror(_ERRNO[_armed.action]))
+    if _armed.action == "torn":
         return "torn"
     die()
     return None
@@ -172,13 +189,18 @@ def write_atomic(path: Path, data: Buffer | str, label: str) -> None:
     rename(temporary, path, label)
 
 
-def publish(temporary: Path, path: Path, label: str) -> None:
-    """Sync a file that a library wrote under a temporary name, then rename it into place."""
-    file = File(temporary, label)
+def sync_file(path: Path, label: str) -> None:
+    """Make what a library wrote into a file survive a power cut."""
+    file = File(path, label)
     try:
         file.sync()
     finally:
         file.close()
+
+
+def publish(temporary: Path, path: Path, label: str) -> None:
+    """Sync a file that a library wrote under a temporary name, then rename it into place."""
+    sync_file(temporary, label)
     rename(temporary, path, label)
 
 
@@ -191,7 +213,7 @@ def disk_full_is_budget(path: Path) -> Iterator[None]:
         if error.errno not in DISK_FULL:
             raise
         raise BudgetError(
-            f"{path}: {error.strerror}. Free space, lower the budget or evict hidden states; "
+            f"{path}: {error.strerror}. Free space on the disk or evict hidden states; "
             "what was committed is safe."
         ) from error
 

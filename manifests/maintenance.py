@@ -6,10 +6,13 @@ Every change goes through the dataset's writer, under its lock.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from draftmill.manifests import files
 from draftmill.manifests.errors import DamagedError
+from draftmill.manifests.manifest import Manifest
 from draftmill.manifests.shard import KINDS, is_open, list_shards, seal, shard_path
 from draftmill.manifests.types import Stage
 from draftmill.manifests.verify import VerifyReport
@@ -30,26 +33,66 @@ def revert(
         return writer.manifest.revert(ids, outcome, reason, stage)
 
 
-def select(
-    writer: DatasetWriter,
-    *,
-    states: Sequence[str] = (),
-    truncated: bool = False,
-    stage: str | None = None,
-    source: str | None = None,
-    error_class: str | None = None,
-) -> list[int]:
-    """Ids of the rows in `states`, or whose completion was truncated, in id order."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowFilter:
+    """Which rows: those in one of `states` or (`truncated`) cut by their limit, and all the rest.
+
+    Token ranges are (least, most), None where open. A row whose length is not known, because no
+    server ever answered it, is outside every range.
+    """
+
+    states: Sequence[str] = ()
+    truncated: bool = False
+    stage: str | None = None
+    source: str | None = None
+    error_class: str | None = None
+    prompt_tokens: tuple[int | None, int | None] = (None, None)
+    completion_tokens: tuple[int | None, int | None] = (None, None)
+
+
+class Match(NamedTuple):
+    """A row that a filter chose, and why it is where it is."""
+
+    id: int
+    state: str
+    stage: str | None
+    error_class: str | None
+
+
+def matching(manifest: Manifest, chosen: RowFilter) -> tuple[list[Match], int]:
+    """The rows of a filter in id order, and how many it left out for want of a known length.
+
+    Completions that were cut by their limit and rejected for it count as truncated.
+    """
+    lengths = (*chosen.prompt_tokens, *chosen.completion_tokens)
+    rows = manifest.rows(
+        "WITH last AS (SELECT id, "
+        "  max_by(error_class, attempt) FILTER (error_class IS NOT NULL) AS error_class, "
+        "  max_by(prompt_tokens, attempt) FILTER (known) AS prompt, "
+        "  max_by(completion_tokens, attempt) FILTER (known) AS completion "
+        "  FROM (SELECT *, stage = 'generate' AND prompt_tokens IS NOT NULL AS known "
+        "        FROM attempts) GROUP BY id) "
+        "SELECT s.id, state::VARCHAR, stage, error_class, "
+        "  prompt BETWEEN coalesce($4, 0) AND coalesce($5, prompt) AND "
+        "  completion BETWEEN coalesce($6, 0) AND coalesce($7, completion) AS fits "
+        "FROM samples s LEFT JOIN last USING (id) WHERE ("
+        "  list_contains($1, state::VARCHAR) OR ($2 AND ("
+        "    finish_reason = 'length' AND state IN ('generated', 'extracted') OR "
+        "    state = 'rejected' AND error_class = 'truncated'))) "
+        "AND ($3 IS NULL OR stage = $3) AND ($8 IS NULL OR source = $8) "
+        "AND ($9 IS NULL OR error_class = $9) ORDER BY s.id",
+        [list(chosen.states), chosen.truncated, chosen.stage]
+        + [*lengths, chosen.source, chosen.error_class],
+    )
+    if all(each is None for each in lengths):
+        return [Match(*row[:4]) for row in rows], 0
+    return [Match(*row[:4]) for row in rows if row[4]], sum(row[4] is None for row in rows)
+
+
+def select(writer: DatasetWriter, chosen: RowFilter) -> list[int]:
+    """Ids of the rows of a filter, in id order."""
     with writer.lock:
-        rows = writer.manifest.rows(
-            "SELECT id FROM samples WHERE (list_contains(?, state::VARCHAR) OR "
-            "  (? AND finish_reason = 'length' AND state IN ('generated', 'extracted'))) "
-            "AND (? IS NULL OR stage = ?) AND (? IS NULL OR source = ?) "
-            "AND (? IS NULL OR ? = (SELECT max_by(error_class, attempt) FROM attempts a "
-            "  WHERE a.id = samples.id AND error_class IS NOT NULL)) ORDER BY id",
-            [list(states), truncated, stage, stage, source, source, error_class, error_class],
-        )
-    return [row[0] for row in rows]
+        return [match.id for match in matching(writer.manifest, chosen)[0]]
 
 
 def mend_header(writer: DatasetWriter, name: str) -> bool:

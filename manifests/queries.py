@@ -22,6 +22,12 @@ def unknown(manifest: Manifest, hashes: Sequence[str]) -> set[str]:
     return {row[0] for row in found}
 
 
+def source_counts(manifest: Manifest) -> dict[tuple[str, bool], int]:
+    """Number of prompts of each source and `off_policy`."""
+    query = "SELECT source, off_policy, count(*) FROM prompts GROUP BY source, off_policy"
+    return {(source, given): count for source, given, count in manifest.rows(query)}
+
+
 def max_id(manifest: Manifest) -> int:
     """The largest prompt id, 0 if there is none."""
     return int(manifest.rows("SELECT coalesce(max(id), 0) FROM prompts")[0][0])
@@ -33,17 +39,17 @@ def prompt_files(manifest: Manifest) -> set[int]:
 
 
 def todo(manifest: Manifest, state: State, after_id: int, limit: int) -> list[tuple[Any, ...]]:
-    """(id, hash, source, file, attempts, shard, offset, length, digest) of rows in `state`.
+    """(id, hash, source, file, attempts, shard, offset, length, digest, off_policy) of rows.
 
-    In id order, from the first id above `after_id`; the last four are those of the current
-    completion and None if there is none.
+    Those in `state`, in id order, from the first id above `after_id`; shard to digest are those of
+    the current completion and None if there is none.
     """
     return manifest.rows(
         "WITH w AS (SELECT id, attempts, generate_payload FROM state "
         "           WHERE state = ? AND id > ? ORDER BY id LIMIT ?), "
         "r AS (SELECT min(id) AS lo, max(id) AS hi FROM w) "
         'SELECT w.id, p.hash, p.source, p.file, w.attempts, g.shard, g."offset", g.length, '
-        "g.digest FROM w JOIN prompts p ON p.id = w.id "
+        "g.digest, p.off_policy FROM w JOIN prompts p ON p.id = w.id "
         "LEFT JOIN payloads g ON g.id = w.id AND g.stage = 'generate' "
         "AND g.attempt = w.generate_payload ORDER BY w.id",
         [state, after_id, limit],

@@ -8,18 +8,32 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from draftmill.manifests import codec, files, record
-from draftmill.manifests.errors import DamagedError
+from draftmill.manifests.errors import ConfigError, DamagedError
 from draftmill.manifests.record import Record
 from draftmill.manifests.shard import KIND_OF_STAGE, Kind, shard_path
 from draftmill.manifests.types import Completion, Location, Stage, StatesTLH
 
 # Headers are small; one read of this size nearly always gets header and a small record whole.
 _FIRST_READ = 16 << 10
+# Memory is taken for what a record claims before it is decoded. Real states are never so much
+# larger than their bytes; small ones, of zeros for example, may be.
+_MOST_RATIO = 64
+_SMALL_STATES = 64 << 20
+
+
+class StatesBlocks(NamedTuple):
+    """Stored hidden states of a sample: `shape` (T, L, H) is what was asked for, `lengths` are the
+    tokens of each block, whose last may reach beyond it."""
+
+    codec: str
+    shape: tuple[int, int, int]
+    lengths: list[int]
+    payloads: list[memoryview]
 
 
 class ShardReader:
@@ -62,9 +76,12 @@ class ShardReader:
             for sealed in (True, False):
                 try:
                     path = shard_path(folder, number, sealed=sealed)
-                    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 except FileNotFoundError:
                     continue
+                # Samples are read whole and in any order: what the kernel reads ahead is not used.
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+                return fd
         raise DamagedError("the shard file is missing", shard=f"{kind}/{number:06d}", offset=0)
 
     def header(self, stage: Stage, location: Location) -> Record:
@@ -143,8 +160,18 @@ class ShardReader:
         try:
             parts = {name: bytes(part) for name, part in payloads.items()}
             return record.decode_completion(head[0], parts, text=text)
-        except (DamagedError, KeyError, TypeError, ValueError) as error:
+        except (DamagedError, LookupError, TypeError, ValueError) as error:
             raise self._damaged("completions", location, str(error)) from error
+
+    def blocks(self, location: Location, *, tokens: int | None = None) -> StatesBlocks:
+        """The stored blocks that hold the first `tokens` of a sample (all by default), checked."""
+        head = self._head("hidden_states", location)
+        name, (total, layers, hidden), block = self._states_form(head[0], location)
+        wanted = total if tokens is None else min(tokens, total)
+        count = -(-wanted // block)
+        payloads = list(self._payloads("hidden_states", location, head, count=count).values())
+        lengths = codec.block_lengths(total, block)[:count]
+        return StatesBlocks(name, (wanted, layers, hidden), lengths, payloads)
 
     def states(
         self,
@@ -158,35 +185,40 @@ class ShardReader:
 
         `out` is a buffer to decode into, of exactly the shape that is returned.
         """
-        head = self._head("hidden_states", location)
-        found = head[0]
+        blocks = self.blocks(location, tokens=tokens)
+        if out is None:
+            out = np.empty(blocks.shape, np.uint16)
+        elif out.shape != blocks.shape:
+            raise ValueError(f"out has shape {out.shape}, needed is {blocks.shape}")
         try:
-            total, layers, hidden = (int(n) for n in found.content["shape"])
-            block, name = int(found.content["block_tokens"]), str(found.content["codec"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._damaged("hidden_states", location, f"bad shape: {error!r}") from error
-        wanted = total if tokens is None else min(tokens, total)
-        raw_bytes = total * layers * hidden * 2
-        if block <= 0 or min(total, layers, hidden) < 0 or found.raw_bytes != raw_bytes:
-            raise self._damaged("hidden_states", location, "shape contradicts its length")
-        # Real states never fall below a sixteenth; all zeros in a lossy codec go far below.
-        if found.raw_bytes > 4096 * location.length:
-            raise self._damaged("hidden_states", location, "claims more states than it can hold")
-        blocks = -(-wanted // block)
-        payloads = list(self._payloads("hidden_states", location, head, count=blocks).values())
-        if len(payloads) != blocks:
-            raise self._damaged("hidden_states", location, "blocks are missing")
-        # The last block may reach beyond the wanted prefix: decode all of it, hand out a part.
-        rows = min(blocks * block, total)
-        if out is not None and out.shape != (wanted, layers, hidden):
-            raise ValueError(f"out has shape {out.shape}, needed is {(wanted, layers, hidden)}")
-        direct = out is not None and rows == wanted
-        whole = out if direct and out is not None else np.empty((rows, layers, hidden), np.uint16)
-        try:
-            codec.decode_states(name, payloads, whole, threads=threads)
+            codec.decode_states(
+                blocks.codec,
+                blocks.payloads,
+                out,
+                threads=threads,
+                num_tokens=sum(blocks.lengths),
+                block_tokens=blocks.lengths[0] if blocks.lengths else codec.BLOCK_TOKENS,
+            )
         except DamagedError as error:
             raise self._damaged("hidden_states", location, error.reason) from error
-        if out is not None and whole is not out:
-            out[...] = whole[:wanted]
-            return out
-        return whole[:wanted]
+        return out
+
+    def _states_form(
+        self, found: Record, location: Location
+    ) -> tuple[str, tuple[int, int, int], int]:
+        """Codec, [T, L, H] and tokens of a block, once they fit the bytes that are there."""
+        try:
+            total, layers, hidden = (int(n) for n in found.content["shape"])
+            block = int(found.content["block_tokens"])
+            name = codec.parse_codec(str(found.content["codec"]))
+        except (KeyError, TypeError, ValueError, OverflowError, ConfigError) as error:
+            raise self._damaged("hidden_states", location, f"bad shape: {error!r}") from error
+        if block <= 0 or min(total, layers, hidden) < 0:
+            raise self._damaged("hidden_states", location, f"shape {total}, {layers}, {hidden}")
+        if found.raw_bytes != total * layers * hidden * 2:
+            raise self._damaged("hidden_states", location, "shape contradicts its length")
+        if len(found.payloads) != -(-total // block):
+            raise self._damaged("hidden_states", location, "blocks are missing")
+        if found.raw_bytes > _SMALL_STATES + _MOST_RATIO * location.length:
+            raise self._damaged("hidden_states", location, "claims more states than it can hold")
+        return name, (total, layers, hidden), block

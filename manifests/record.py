@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import numpy as np
 import xxhash
 
-from draftmill.manifests import codec
+from draftmill.manifests import codec, record_fields
 from draftmill.manifests.errors import DamagedError
+from draftmill.manifests.record_fields import whole
 from draftmill.manifests.types import Attempt, Completion, Result, Stage, StatesPayload
 
 # The first byte is not ASCII and the last two are CR LF: a text-mode copy breaks it visibly.
@@ -25,9 +26,10 @@ MAGIC = b"\x89DMREC\r\n"
 _PREFIX = struct.Struct("<8sIIQ")  # magic, JSON length, number of payloads, bytes of all payloads
 _CHECK = struct.Struct("<Q")
 HEADER_MIN = _PREFIX.size + _CHECK.size
-MAX_JSON = 16 << 20
+MAX_JSON = 1 << 20
 MAX_TEXT = 1 << 28
 VERSION = 1
+_ATTEMPT_FIELDS = tuple(field.name for field in fields(Attempt))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +53,7 @@ class Draft:
     tokens: int
     raw_bytes: int
     content: dict[str, Any]
-    payloads: Sequence[tuple[str, bytes]]
+    payloads: Sequence[tuple[str, bytes | memoryview]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +185,7 @@ def pack(item: Draft, shard: int, offset: int) -> tuple[Record, bytes]:
             "tokens": item.tokens,
             "raw_bytes": item.raw_bytes,
             "content": item.content,
-            "attempt": {k: v for k, v in asdict(item.attempt).items() if v is not None},
+            "attempt": _attempt_fields(item.attempt),
             "payloads": [[p.name, p.length, f"{p.xxh3:016x}"] for p in payloads],
         },
         separators=(",", ":"),
@@ -210,6 +212,11 @@ def pack(item: Draft, shard: int, offset: int) -> tuple[Record, bytes]:
     return record, head
 
 
+def _attempt_fields(attempt: Attempt) -> dict[str, Any]:
+    values = ((name, getattr(attempt, name)) for name in _ATTEMPT_FIELDS)
+    return {name: value for name, value in values if value is not None}
+
+
 def header_length(prefix: bytes) -> int:
     """Length of the header that starts with `prefix` (at least HEADER_MIN bytes).
 
@@ -225,9 +232,6 @@ def header_length(prefix: bytes) -> int:
     return HEADER_MIN + cast(int, body_length)
 
 
-_ATTEMPT_FIELDS = {field.name for field in fields(Attempt)}
-
-
 def parse(head: bytes, shard: int, offset: int) -> Record:
     """Parse a whole header that was read at `offset` of `shard`; raises DamagedError."""
     length = header_length(head)
@@ -240,8 +244,10 @@ def parse(head: bytes, shard: int, offset: int) -> Record:
     _, _, count, total = _PREFIX.unpack_from(head)
     try:
         return _parse_body(head, shard, offset, count, total)
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError(f"record header is not understood: {error!r}") from error
+    except RecursionError:
+        raise DamagedError("record header is not understood: too deep") from None
 
 
 def _parse_body(head: bytes, shard: int, offset: int, count: int, total: int) -> Record:
@@ -251,27 +257,27 @@ def _parse_body(head: bytes, shard: int, offset: int, count: int, total: int) ->
     if (body["shard"], body["offset"]) != (shard, offset):
         raise ValueError(f"it belongs to shard {body['shard']} byte {body['offset']}")
     payloads = tuple(
-        Payload(name=str(name), length=int(length), xxh3=int(xxh3, 16))
+        Payload(name=record_fields.text(name), length=whole(length), xxh3=int(xxh3, 16))
         for name, length, xxh3 in body["payloads"]
     )
     if len(payloads) != count or sum(p.length for p in payloads) != total:
         raise ValueError("payload lengths contradict the prefix")
-    if any(p.length < 0 for p in payloads):
-        raise ValueError("negative payload length")
-    attempt = Attempt(**{k: v for k, v in body["attempt"].items() if k in _ATTEMPT_FIELDS})
-    if body["stage"] not in ("generate", "extract") or attempt.stage != body["stage"]:
+    row = record_fields.attempt(body["attempt"])
+    if body["stage"] not in ("generate", "extract") or row.stage != body["stage"]:
         raise ValueError(f"stage {body['stage']!r}")
+    if row.id != body["id"]:
+        raise ValueError(f"attempt of sample {row.id} in a record of {body['id']}")
     return Record(
         shard=shard,
         offset=offset,
         header_length=len(head),
-        id=int(body["id"]),
-        hash=str(body["hash"]),
+        id=whole(body["id"]),
+        hash=record_fields.text(body["hash"]),
         stage=body["stage"],
-        attempt=attempt,
-        digest=str(body["digest"]),
-        tokens=int(body["tokens"]),
-        raw_bytes=int(body["raw_bytes"]),
+        attempt=row,
+        digest=record_fields.text(body["digest"]),
+        tokens=whole(body["tokens"], 31),
+        raw_bytes=whole(body["raw_bytes"]),
         content=dict(body["content"]),
         payloads=payloads,
     )
@@ -282,16 +288,19 @@ def decode_completion(
 ) -> Completion:
     """The completion stored in `record`; without `text`, content and reasoning stay None."""
     content = record.content
-    prompt_tokens, completion_tokens = content["prompt_tokens"], content["completion_tokens"]
-    expected = 4 * (prompt_tokens + completion_tokens)
-    raw = codec.decompress(payloads["token_ids"], expected)
+    prompt_tokens = whole(content["prompt_tokens"], 31)
+    expected = 4 * (prompt_tokens + whole(content["completion_tokens"], 31))
+    raw = codec.decompress(payloads["token_ids"], min(expected, MAX_TEXT))
     if len(raw) != expected:
         raise DamagedError(f"{len(raw)} bytes of token ids where {expected} belong")
     ids = np.frombuffer(raw, dtype="<i4").astype(np.int32, copy=False)
     words: dict[str, Any] = {"content": None, "reasoning": None, "extra": {}}
     if text:
         blob = codec.decompress(payloads["text"], min(content["text_bytes"], MAX_TEXT))
-        words = json.loads(blob.decode("utf-8", "surrogatepass"))
+        try:
+            words = json.loads(blob.decode("utf-8", "surrogatepass"))
+        except RecursionError:
+            raise DamagedError("the text of a completion is not understood: too deep") from None
     return Completion(
         prompt_token_ids=ids[:prompt_tokens],
         completion_token_ids=ids[prompt_tokens:],

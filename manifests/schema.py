@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 
 import pyarrow as pa
 
@@ -109,6 +110,15 @@ def attempt_rows(attempts: Sequence[Attempt]) -> pa.Table:
     return pa.Table.from_arrays(
         [pa.array(c, type=f.type) for c, f in zip(columns, ATTEMPT_ROWS, strict=True)],
         schema=ATTEMPT_ROWS,
+    )
+
+
+def state_rows(columns: Collection[str], changes: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Changes of rows of the table `state`, with only those of its columns that they change."""
+    fields = [field for field in STATE_ROWS if field.name in columns]
+    return pa.Table.from_arrays(
+        [pa.array([change[f.name] for change in changes], type=f.type) for f in fields],
+        schema=pa.schema(fields),
     )
 
 

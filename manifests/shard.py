@@ -30,6 +30,7 @@ _OPEN = ".safetensors.open"
 # Room that one tensor takes in the header beside its name: punctuation, dtype, three numbers.
 _ENTRY_BYTES = 96
 _SLACK_BYTES = 4096
+_SMALL_BYTES = 64 << 10
 # safetensors refuses headers above 100 MB; a shard is sealed long before.
 _MAX_HEADER = 100_000_000
 
@@ -256,9 +257,7 @@ class ShardWriter:
         try:
             with files.disk_full_is_budget(self._file.path):
                 at = self._end
-                self._file.write_at(head, at)
-                at += len(head)
-                for _, data in item.payloads:
+                for data in _pieces([head, *(data for _, data in item.payloads)]):
                     self._file.write_at(data, at)
                     at += len(data)
         except BudgetError:
@@ -292,6 +291,11 @@ class ShardWriter:
             self.sync()
             self._file.close()
             self._file = None
+
+
+def _pieces(parts: list[bytes]) -> list[bytes]:
+    """What to write at a time: a system call costs more than copying small parts together."""
+    return [b"".join(parts)] if sum(map(len, parts)) <= _SMALL_BYTES else parts
 
 
 def _entry_bytes(found: Record | Damage) -> int:

@@ -9,17 +9,33 @@ import json
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
+from draftmill.manifests import files, queries
 from draftmill.manifests.errors import DatasetError
 from draftmill.manifests.manifest import Manifest, QueryError
 
+# Rows are gathered for so many ids at a time: memory does not grow with the dataset.
+WINDOW_IDS = 5000
 # Decisions are few; of a run that makes very many, the last ones tell how it goes.
 _CONTROL = (
     "SELECT * FROM (SELECT * FROM control ORDER BY time DESC LIMIT 5000) ORDER BY time, endpoint"
 )
 
 
-def write_snapshot(manifest: Manifest, path: Path) -> None:
+_WINDOW = """
+SELECT p.*, s.* EXCLUDE (id) REPLACE (s.state::VARCHAR AS state), a.attempts_history, y.payloads
+FROM (SELECT * FROM prompts WHERE id BETWEEN $1 AND $2) p
+JOIN (SELECT * FROM state WHERE id BETWEEN $1 AND $2) s USING (id)
+LEFT JOIN (SELECT id, list(x) AS attempts_history FROM attempts x
+           WHERE id BETWEEN $1 AND $2 GROUP BY id) a USING (id)
+LEFT JOIN (SELECT id, list(x) AS payloads FROM payloads x
+           WHERE id BETWEEN $1 AND $2 GROUP BY id) y USING (id)
+ORDER BY id
+"""
+
+
+def write_snapshot(manifest: Manifest, path: Path, *, window_ids: int = WINDOW_IDS) -> None:
     """Write the snapshot; publishing it atomically is left to the caller."""
     facts = json.dumps(
         {
@@ -28,15 +44,13 @@ def write_snapshot(manifest: Manifest, path: Path) -> None:
             "control": manifest.table(_CONTROL).to_pylist(),
         }
     )
-    manifest.run(
-        "COPY (SELECT p.*, s.* EXCLUDE (id), a.attempts_history, y.payloads "
-        "FROM prompts p JOIN state s USING (id) "
-        "LEFT JOIN (SELECT id, list(x) AS attempts_history FROM attempts x GROUP BY id) a "
-        "USING (id) "
-        "LEFT JOIN (SELECT id, list(x) AS payloads FROM payloads x GROUP BY id) y USING (id)) "
-        f"TO {_quoted(str(path))} (FORMAT parquet, COMPRESSION zstd, "
-        f"KV_METADATA {{draftmill: {_quoted(facts)}}})"
-    )
+    # No prompt has the id 0: the empty first window gives the columns.
+    schema = manifest.table(_WINDOW, [0, 0]).schema.with_metadata({"draftmill": facts})
+    with files.disk_full_is_budget(path):
+        with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+            for first in range(1, queries.max_id(manifest) + 1, window_ids):
+                window = manifest.table(_WINDOW, [first, first + window_ids - 1])
+                writer.write_table(window.cast(schema))
 
 
 def load_snapshot(manifest: Manifest, path: Path) -> None:

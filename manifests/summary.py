@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from draftmill.manifests import files
+from draftmill.manifests.codec_error import ErrorSums
 from draftmill.manifests.manifest import Manifest
 from draftmill.manifests.types import STATES
 
@@ -35,6 +37,7 @@ def summarize(
         "LEFT JOIN payloads g ON g.id = s.id AND g.stage = 'generate' "
         "AND g.attempt = s.generate_payload"
     )[0]
+    sources = _sources(manifest)
     hidden_states_bytes = files.folder_bytes(folder / "hidden_states")
     staging_bytes = files.folder_bytes(staging) if staging is not None else 0
     used = files.folder_bytes(folder)
@@ -52,6 +55,10 @@ def summarize(
         },
         "truncated": tokens[2],
         "cut_at_max_seq_len": cut,
+        "off_policy": _off_policy(manifest, sources),
+        "sources": sources,
+        "rejected": _rejected(manifest),
+        "codec_error": {name: sums.figures() for name, sums in codec_errors(manifest).items()},
         "disk": {
             "budget_bytes": budget_bytes,
             "used_bytes": used,
@@ -68,3 +75,47 @@ def summarize(
             "samples_that_still_fit": int(room // (stored / samples)) if stored else None,
         },
     }
+
+
+def _sources(manifest: Manifest) -> dict[str, dict[str, int]]:
+    """Rows per state of each source, and how many of them have given answers."""
+    found: dict[str, dict[str, int]] = {}
+    for source, state, given, count in manifest.rows(
+        "SELECT source, state::VARCHAR, off_policy, count(*) FROM prompts JOIN state USING (id) "
+        "GROUP BY ALL ORDER BY source"
+    ):
+        row = found.setdefault(source, {"total": 0, **dict.fromkeys(STATES, 0), "off_policy": 0})
+        row["total"] += count
+        row[state] += count
+        row["off_policy"] += count if given else 0
+    return found
+
+
+def _off_policy(manifest: Manifest, sources: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Rows of mode prefill: their answers are not the target model's own."""
+    found = (0, 0, 0)
+    if any(row["off_policy"] for row in sources.values()):  # few datasets have them: it costs
+        found = manifest.rows(
+            "SELECT count(*), coalesce(sum(completion_tokens), 0)::BIGINT, "
+            "count(*) FILTER (state = 'extracted') FROM samples WHERE off_policy"
+        )[0]
+    return dict(zip(("prompts", "completion_tokens", "extracted"), found, strict=True))
+
+
+def _rejected(manifest: Manifest) -> dict[str, dict[str, int]]:
+    """Rows that are rejected now, per stage and gate."""
+    found: dict[str, dict[str, int]] = {}
+    for stage, gate, count in manifest.rows(
+        "SELECT a.stage, a.error_class, count(*) AS n FROM state s JOIN attempts a "
+        "ON a.id = s.id AND a.attempt = s.attempts AND a.outcome = 'rejected' "
+        "WHERE s.state = 'rejected' GROUP BY ALL ORDER BY a.stage DESC, n DESC"
+    ):
+        found.setdefault(stage, {})[gate or "unknown"] = count
+    return found
+
+
+def codec_errors(manifest: Manifest) -> dict[str, ErrorSums]:
+    """What lossy codecs were measured to cost in this dataset, by codec."""
+    prefix = "codec_error."
+    rows = manifest.rows("SELECT key, value FROM meta WHERE starts_with(key, ?)", [prefix])
+    return {key[len(prefix) :]: ErrorSums(**json.loads(value)) for key, value in sorted(rows)}

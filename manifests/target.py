@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +45,8 @@ _NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F64": np.dtype("<f8"),
 }
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2}  # others: 1
+_FLOATS = {"F32", "BF16", "F16"}
 _SUFFIXES = {
     "embed_tokens": ("embed_tokens.weight", "tok_embeddings.weight", "wte.weight"),
     "norm": ("model.norm.weight", "norm.weight", "norm_f.weight"),
@@ -182,15 +186,30 @@ class TargetModel:
         digest.update(self.final_norm().tobytes())
         return digest.hexdigest()[:32]
 
+    def weight_bytes(self, num_layers: int) -> int:
+        """Bytes of the weights on disk up to decoder layer `num_layers`, all else included."""
+        total = 0
+        for name, tensor in self._tensors.items():
+            layer = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name)
+            if layer is None or int(layer[1]) < num_layers:
+                total += math.prod(tensor.shape) * _ITEM_BYTES.get(tensor.dtype, 1)
+        return total
+
+    @property
+    def float_bytes(self) -> int:
+        """Bytes of one weight where layers are stored as plain floats; 0 where quantised."""
+        kinds = {each.dtype for each in self._tensors.values()}
+        return max((_ITEM_BYTES[each] for each in kinds), default=0) if kinds <= _FLOATS else 0
+
     @cached_property
     def _tensors(self) -> dict[str, _Tensor]:
         return _headers(self.folder)
 
-    def embed_tokens(self, rows: NDArray[Any] | None = None) -> NDArray[Any]:
+    def embed_tokens(self, rows: NDArray[Any] | slice | None = None) -> NDArray[Any]:
         """Token embeddings [V, H], or only `rows`. bf16 comes as uint16 bit patterns."""
         return self._read("embed_tokens", rows)
 
-    def lm_head(self, rows: NDArray[Any] | None = None) -> NDArray[Any]:
+    def lm_head(self, rows: NDArray[Any] | slice | None = None) -> NDArray[Any]:
         """Output projection [V, H], or only `rows`; the embeddings when the two are tied."""
         tied = self.tie_word_embeddings or _find(self._tensors, "lm_head") is None
         return self._read("embed_tokens" if tied else "lm_head", rows)
@@ -199,7 +218,7 @@ class TargetModel:
         """Weight [H] of the norm before the output projection."""
         return self._read("norm", None)
 
-    def _read(self, what: str, rows: NDArray[Any] | None) -> NDArray[Any]:
+    def _read(self, what: str, rows: NDArray[Any] | slice | None) -> NDArray[Any]:
         tensor = _find(self._tensors, what)
         if tensor is None:
             raise ConfigError(

@@ -38,6 +38,9 @@ STATES: tuple[State, ...] = (
     "extracted",
 )
 
+# The finish_reason of an answer that came with its prompt (`off_policy`).
+GIVEN = "given"
+
 TokenIds = NDArray[np.int32]
 StatesTLH = NDArray[np.uint16]  # bf16 bit patterns, [T tokens, L layers, H hidden size]
 
@@ -54,10 +57,12 @@ class Location(NamedTuple):
 class Prompt:
     """One prompt as a source gave it, before it has an id in a dataset.
 
-    `conversation` is canonical JSON of an object with `messages` (OpenAI form, as given) and, where
-    the source has them, `tools` and `chat_template_kwargs`; `hash` is 32 hex digits of its content.
-    `conversation_id` groups the prompts of one conversation, so that a split keeps them together.
-    `reference` is the answer the source had, if any (kept for comparisons, never trained on).
+    `conversation` is JSON of an object with `messages` (OpenAI form, keys in the order given) and,
+    where the source has them, `tools` and `chat_template_kwargs`; `hash` is 32 hex digits of its
+    canonical form (docs/format.md). `conversation_id` groups the prompts of one conversation, so
+    that a split keeps them together. `reference` is the answer the source had, if any (kept for
+    comparisons, never trained on). If `off_policy` is true, the last message is an answer that the
+    source had and that is kept as the completion: the target model is not asked for one.
     """
 
     hash: str
@@ -71,13 +76,17 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PendingPrompt:
-    """A prompt that waits for its completion. `attempts` counts the attempts made so far."""
+    """A prompt that waits for its completion. `attempts` counts the attempts made so far.
+
+    With `off_policy` the last message is the completion, and only its token ids are to be found.
+    """
 
     id: int
     hash: str
     source: str
     conversation: str
     attempts: int
+    off_policy: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +94,7 @@ class Completion:
     """The target model's own output for one prompt, with the token ids the server used.
 
     `ids_rebuilt` is true when the server returned no ids and text was tokenised afterwards.
+    `finish_reason` is the server's word, or GIVEN for an answer that nobody generated.
     """
 
     prompt_token_ids: TokenIds
@@ -123,7 +133,7 @@ class StatesPayload:
 
     codec: str
     shape: tuple[int, int, int]
-    blocks: Sequence[bytes]
+    blocks: Sequence[bytes | memoryview]
     digest: str
     target_layer_ids: tuple[int, ...]
 

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftmill.manifests import files, queries, record, schema
-from draftmill.manifests.errors import (
-    BudgetError,
-    DatasetError,
-    SettingsMismatch,
-)
+from draftmill.manifests.codec_error import ErrorSums
+from draftmill.manifests.errors import BudgetError, DatasetError, SettingsMismatch
 from draftmill.manifests.layout import Layout
 from draftmill.manifests.manifest import Manifest
 from draftmill.manifests.reader import ShardReader
@@ -38,7 +35,7 @@ from draftmill.manifests.shard import (
     list_shards,
 )
 from draftmill.manifests.snapshot import write_snapshot
-from draftmill.manifests.summary import summarize
+from draftmill.manifests.summary import codec_errors, summarize
 from draftmill.manifests.types import (
     GeneratedSample,
     Location,
@@ -179,7 +176,12 @@ class DatasetWriter:
             texts = queries.conversations(self.manifest, paths, [row[0] for row in rows])
         return [
             PendingPrompt(
-                id=row[0], hash=row[1], source=row[2], conversation=texts[row[0]], attempts=row[4]
+                id=row[0],
+                hash=row[1],
+                source=row[2],
+                conversation=texts[row[0]],
+                attempts=row[4],
+                off_policy=bool(row[9]),
             )
             for row in rows
         ]
@@ -247,6 +249,11 @@ class DatasetWriter:
         with self.lock:
             self.manifest.add_control(rows)
 
+    def set_license(self, source: str, text: str) -> None:
+        """Note the licence of a source as its owner gave it; model cards show it."""
+        with self.lock, self.manifest.transaction("license"):
+            self.manifest.set_meta(f"license.{source}", text)
+
     def settings_of(self, stage: str) -> dict[str, Any]:
         """The settings that the dataset's samples of a stage were made with; {} before any."""
         with self.lock:
@@ -290,13 +297,32 @@ class DatasetWriter:
                     self.manifest.set_meta(f"fingerprint.{stage}", tag)
                 self._tags[stage] = tag
 
+    def add_codec_error(self, codec: str, found: ErrorSums) -> None:
+        """Add what a lossy codec was measured to cost to what the dataset has of it."""
+        with self.lock:
+            sums = codec_errors(self.manifest).get(codec, ErrorSums()) + found
+            with self.manifest.transaction("codec_error"):
+                self.manifest.set_meta(f"codec_error.{codec}", json.dumps(asdict(sums)))
+
     # -- what others see ---------------------------------------------------------------------
 
-    def count(self, state: State) -> int:
-        """Number of rows in `state`."""
+    def count(self, state: State, *, off_policy: bool = False) -> int:
+        """Number of rows in `state`; with `off_policy` only of those whose answer was given."""
+        given = " AND id IN (SELECT id FROM prompts WHERE off_policy)" if off_policy else ""
         with self.lock:
-            rows = self.manifest.rows("SELECT count(*) FROM state WHERE state = ?", [state])
+            rows = self.manifest.rows(f"SELECT count(*) FROM state WHERE state = ?{given}", [state])
         return int(rows[0][0])
+
+    def to_extract(self, max_seq_len: int) -> tuple[int, int]:
+        """How many samples wait for hidden states, and their tokens, cut at `max_seq_len`."""
+        with self.lock:
+            count, tokens = self.manifest.rows(
+                "SELECT count(*), coalesce(sum(least(y.tokens, ?)), 0)::BIGINT FROM state s "
+                "JOIN payloads y ON y.id = s.id AND y.stage = 'generate' "
+                "AND y.attempt = s.generate_payload WHERE s.state = 'generated'",
+                [max_seq_len],
+            )[0]
+        return int(count), int(tokens)
 
     def summary(self) -> dict[str, Any]:
         """The document of `status --json`, measured now."""

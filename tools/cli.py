@@ -6,7 +6,6 @@ Commands live in modules of their own, so that `--help` and `status` start witho
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import sys
 import traceback
 from collections.abc import Sequence
@@ -35,7 +34,11 @@ COMMANDS = {
     "evict": "maintain",
     "vocab": "train",
     "train": "train",
+    "convert": "convert",
+    "speculators-train": "speculators_train",
     "eval": "evaluate",
+    "export": "exchange",
+    "import": "exchange",
     "doctor": "doctor",
     "bench": "bench.command",
 }
@@ -51,23 +54,36 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"draftmill.tools.{COMMANDS[cmd_name]}")
-        attribute = {"eval": "evaluate"}.get(cmd_name, cmd_name)
+        attribute = {"eval": "evaluate"}.get(cmd_name, cmd_name.replace("-", "_"))
         command: click.Command = getattr(module, f"{attribute}_command")
         return command
 
 
-def _version() -> str:
+def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if not wanted or ctx.resilient_parsing:
+        return
+    import importlib.metadata  # a tenth of a second that no other command needs
+
     try:
-        return importlib.metadata.version("draftmill")
+        version = importlib.metadata.version("draftmill")
     except importlib.metadata.PackageNotFoundError:
-        return "unknown (not installed)"
+        version = "unknown (not installed)"
+    click.echo(f"draftmill, version {version}")
+    ctx.exit()
 
 
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.version_option(_version(), prog_name="draftmill")
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
 @click.option("--debug", is_flag=True, help="Show a traceback when something goes wrong.")
 @click.pass_context
 def cli(ctx: click.Context, debug: bool) -> None:

@@ -23,9 +23,9 @@ from draftmill.manifests.errors import DraftmillError
 from draftmill.manifests.target import TargetModel
 from draftmill.tools.add import add_source
 from draftmill.tools.embedded import ensure_model
-from draftmill.tools.evaluate import document as eval_document
-from draftmill.tools.evaluate import evaluate_with_server, held_out
+from draftmill.tools.evaluate import keep
 from draftmill.tools.init import create, target_settings
+from draftmill.tools.measure import Load, document, held_out, measure_own_server
 from draftmill.tools.questions import SOURCE, write_questions
 from draftmill.tools.render import duration, say
 from draftmill.tools.settings import Settings, load, writer_options
@@ -119,8 +119,10 @@ def _steps(folder: Path, size: Size, log: Log) -> None:
     dataset = prepare(folder, size)
     settings = load(dataset)
     with dataset.writer(**writer_options(dataset, settings)) as writer:
-        report, skipped = add_source(writer, str(folder / "prompts/train.jsonl"), name=SOURCE)
-        say(f"    {report.added} prompts added, {report.known} there already, {skipped} skipped")
+        found = add_source(writer, str(folder / "prompts/train.jsonl"), name=SOURCE)
+        say(
+            f"    {found.added} prompts added, {found.known} there already, {found.skipped} skipped"
+        )
     say("2/5 completions and hidden states from real vLLM servers")
     reports, left = build(
         dataset, settings, ["generate", "extract"], {"generate": (), "extract": ()}
@@ -171,21 +173,22 @@ def untrained_draft(dataset: Path, settings: Settings, output: Path) -> Path:
 def _evaluate(folder: Path, settings: Settings, draft: Path, size: Size) -> dict[str, Any]:
     prompts = [
         replace(prompt, source=SOURCE)
-        for prompt in held_out(str(folder / "prompts/held_out.jsonl"), None)
+        for prompt in held_out([str(folder / "prompts/held_out.jsonl")], None)
     ]
-    found = asyncio.run(
-        evaluate_with_server(
+    measured = asyncio.run(
+        measure_own_server(
             draft,
             settings.target.path,
             prompts,
+            Load(max_tokens=size.completion_tokens, concurrency=8),
             settings=settings.serve,
             name=MODEL,
             run_folder=folder,
-            max_tokens=size.completion_tokens,
-            concurrency=8,
         )
     )
-    return eval_document(found, None)
+    found = document(measured, None)
+    keep(found, draft, "held_out.jsonl", None)
+    return found
 
 
 def summary(folder: Path, facts: dict[str, Any]) -> str:

@@ -19,9 +19,11 @@ from draftmill.builder.extraction.intake import Layers
 from draftmill.manifests import files
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.sizes import format_size
+from draftmill.tools import canary
 from draftmill.tools.doctor_servers import Expected, Stage, server
 from draftmill.tools.findings import Finding, as_json, faults, show
 from draftmill.tools.settings import Settings, load, staging_folder, writer_options
+from draftmill.tools.stages import WEIGHTS, weights_folder
 
 # Versions that the tests of this release run against; others may work.
 TESTED = {
@@ -184,6 +186,7 @@ def _write_speed(folder: Path) -> float:
 @click.option(
     "--for", "stage", type=click.Choice(["generate", "extract"]), help="What they are to do."
 )
+@WEIGHTS
 @click.option("--json", "json_wanted", is_flag=True, help="One JSON document with stable keys.")
 @click.pass_context
 def doctor_command(
@@ -192,12 +195,14 @@ def doctor_command(
     urls: tuple[str, ...],
     model: str | None,
     stage: Stage | None,
+    weights: str | None,
     json_wanted: bool,
 ) -> None:
     """Look for what would stop a run: versions, limits, disk, staging folder, servers.
 
     Each finding says what it is, why it matters and what mends it. A server is asked for one short
-    reply, or for the hidden states of a short prompt. Exit code 1 if there is a fault.
+    reply, or for the hidden states of a short prompt, which the canary compares with the
+    target's weights. Exit code 1 if there is a fault.
 
     \b
     draftmill doctor
@@ -207,7 +212,7 @@ def doctor_command(
     expected = Expected(stage=stage)
     if dataset:
         opened = Dataset.open(dataset)
-        settings = load(opened)
+        settings = load(opened, target={"path": weights_folder(weights)})
         model = model or settings.generate.model or settings.target.model
         expected = expected_of(opened, settings, stage)
         checks += [partial(disk, opened, settings), partial(staging, opened, settings)]
@@ -239,4 +244,5 @@ def expected_of(opened: Dataset, settings: Settings, stage: Stage | None) -> Exp
         dataset=opened.path,
         staging=staging_folder(opened, settings),
         layers=Layers(layer_ids=target.extraction_layer_ids, hidden_size=target.hidden_size),
+        look=partial(canary.look, dataset=opened, settings=settings),
     )

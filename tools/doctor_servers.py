@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,9 +15,11 @@ from draftmill.builder.extraction.intake import Layers, LengthMismatchError, che
 from draftmill.builder.extraction.staging import Staging
 from draftmill.builder.requests.client import TargetClient
 from draftmill.manifests.errors import ConfigError, RejectedError, RequestError, ServerError
-from draftmill.tools.findings import Finding
+from draftmill.tools.findings import Finding, faults
 
 Stage = Literal["generate", "extract"]
+# What more a dataset wants to know of an extraction server, as fields of findings.
+Look = Callable[[TargetClient], Awaitable[list[dict[str, Any]]]]
 _REASONING_TOKENS = 128
 _REPLY_S = 120.0
 _FILE_S = 20.0
@@ -38,6 +40,7 @@ class Expected:
     dataset: Path | None = None
     staging: Path | None = None
     layers: Layers | None = None
+    look: Look | None = None
 
 
 async def server(url: str, model: str | None, expected: Expected) -> list[Finding]:
@@ -59,6 +62,8 @@ async def server(url: str, model: str | None, expected: Expected) -> list[Findin
             found += await _generates(client, expected)
         else:
             found += await _extracts(client, _long(ids), path, expected)
+            if expected.look is not None and not faults(found):
+                found += [Finding(**each) for each in await expected.look(client)]
         if await client.metrics() is None:
             found.append(
                 Finding(

@@ -15,7 +15,7 @@ from draftmill.manifests import config
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import ConfigError, UsageError
 from draftmill.manifests.target import TargetModel, default_target_layer_ids
-from draftmill.tools.settings import DatasetSettings, TargetSettings
+from draftmill.tools.settings import LISTS, DatasetSettings, TargetSettings
 from draftmill.trainer.settings import TrainSettings
 
 
@@ -139,7 +139,7 @@ def create(
     extract: dict[str, Any] | None = None,
     serve: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
-    sizes: dict[str, str] | None = None,
+    sizes: dict[str, Any] | None = None,
 ) -> Dataset:
     """A new dataset with these settings; None values mean the default."""
     try:
@@ -153,7 +153,7 @@ def create(
         }
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return Dataset.create(path, config.render(sections))
+    return Dataset.create(path, config.render(sections, LISTS))
 
 
 def _given(values: dict[str, Any] | None) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from typing import Any
 
 import click
 
@@ -15,6 +17,24 @@ from draftmill.tools import settings
 from draftmill.tools.render import say
 
 
+class _TokenRange(click.ParamType[tuple[int | None, int | None]]):
+    """`MIN..MAX`, either of which may be left out, as a pair."""
+
+    name = "MIN..MAX"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int | None, int | None]:
+        if isinstance(value, tuple):
+            return value
+        low, dots, high = str(value).partition("..")
+        try:
+            least, most = (int(each) if each.strip() else None for each in (low, high))
+        except ValueError:
+            dots = ""
+        if not dots or (least is None and most is None):
+            self.fail(f"{value!r} is no range of tokens; write 100..2000, 4000.. or ..50")
+        return least, most
+
+
 @click.command("retry")
 @click.argument("dataset")
 @click.option("--timed-out", is_flag=True, help="Rows whose deadline passed.")
@@ -23,7 +43,16 @@ from draftmill.tools.render import say
 @click.option("--truncated", is_flag=True, help="Rows whose completion was cut by its limit.")
 @click.option("--stage", type=click.Choice(["generate", "extract"]), help="Only this stage.")
 @click.option("--source", help="Only rows of this source.")
-@click.option("--error-class", help="Only rows whose last error is of this class.")
+@click.option(
+    "--error-class", help="Only rows whose last error is of this class, or that this gate rejected."
+)
+@click.option(
+    "--prompt-tokens", type=_TokenRange(), help="Only prompts of this length, e.g. 2000.. or ..500."
+)
+@click.option(
+    "--completion-tokens", type=_TokenRange(), help="Only rows whose last completion was so long."
+)
+@click.option("--dry-run", is_flag=True, help="Only say which rows would be asked again.")
 def retry_command(
     dataset: str,
     timed_out: bool,
@@ -33,42 +62,60 @@ def retry_command(
     stage: str | None,
     source: str | None,
     error_class: str | None,
+    prompt_tokens: tuple[int | None, int | None] | None,
+    completion_tokens: tuple[int | None, int | None] | None,
+    dry_run: bool,
 ) -> None:
     """Put rows of DATASET back, so that the next run asks for them again. History stays.
 
     \b
     draftmill retry DATASET --timed-out --failed
+    draftmill retry DATASET --rejected --error-class repetition --dry-run
     """
-    states = [
-        name
-        for name, wanted in (
-            ("timed_out", timed_out),
-            ("failed", failed),
-            ("rejected", rejected),
-        )
-        if wanted
-    ]
+    flags = {"timed_out": timed_out, "failed": failed, "rejected": rejected}
+    states = [name for name, wanted in flags.items() if wanted]
     if not states and not truncated:
         raise UsageError("say what to retry: --timed-out, --failed, --rejected or --truncated")
+    chosen = maintenance.RowFilter(
+        states=states,
+        truncated=truncated,
+        stage=stage,
+        source=source,
+        error_class=error_class,
+        prompt_tokens=prompt_tokens or (None, None),
+        completion_tokens=completion_tokens or (None, None),
+    )
     opened = Dataset.open(dataset)
     loaded = settings.load(opened)
+    if dry_run:
+        with opened.reader() as reader:
+            matches, unknown = maintenance.matching(reader.manifest, chosen)
+        _print_matches(matches, unknown)
+        click.echo(f"{len(matches):,} rows would be asked again")
+        return
     with opened.writer(**settings.writer_options(opened, loaded)) as writer:
-        ids = maintenance.select(
-            writer,
-            states=states,
-            truncated=truncated,
-            stage=stage,
-            source=source,
-            error_class=error_class,
-        )
-        count = maintenance.retry(writer, ids)
+        matches, unknown = maintenance.matching(writer.manifest, chosen)
+        count = maintenance.retry(writer, [match.id for match in matches])
         limits = writer.settings_of("generate")
+    _print_matches(matches, unknown)
     click.echo(f"{count:,} rows will be asked again")
     if truncated and limits.get("max_completion_tokens") == loaded.generate.max_completion_tokens:
         say(
             f"max_completion_tokens is still {loaded.generate.max_completion_tokens}: truncated "
             "completions will be cut again unless you raise it before the next run"
         )
+
+
+def _print_matches(matches: list[maintenance.Match], unknown: int) -> None:
+    kinds = Counter(match[1:] for match in matches)
+    for (state, stage, error_class), count in kinds.most_common():
+        if state in ("generated", "extracted"):
+            click.echo(f"{count:,} truncated")
+        else:
+            why = f" ({error_class})" if error_class else ""
+            click.echo(f"{count:,} {state.replace('_', ' ')} at {stage}{why}")
+    if unknown:
+        say(f"{unknown:,} rows left out: no server answered them, so their length is not known")
 
 
 @click.command("verify")

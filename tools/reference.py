@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import click
 
 from draftmill.tools.cli import COMMANDS, cli
-from draftmill.tools.settings import SECTIONS
+from draftmill.tools.settings import LISTS, SECTIONS
 
 
 def page() -> str:
@@ -37,8 +37,10 @@ def page() -> str:
         for words, each in with_subcommands(command, context, name):
             lines += [f"### {words}", "", "```", _help(each, context, words), "```", ""]
     lines += ["## Settings", "", "Sections and keys of `config.toml`.", ""]
-    for section, settings in SECTIONS.items():
-        lines += [f"### [{section}]", "", "| key | default | meaning |", "|---|---|---|"]
+    labels = {f"[{name}]": settings for name, settings in SECTIONS.items()}
+    labels |= {f"[[{name}]]": settings for name, settings in LISTS.items()}
+    for label, settings in labels.items():
+        lines += [f"### {label}", "", "| key | default | meaning |", "|---|---|---|"]
         for item in dataclasses.fields(settings):
             default = "" if item.default in (None, "") else f"`{item.default}`"
             text = " ".join(str(item.metadata["help"]).split()).replace("|", "\\|")

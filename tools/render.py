@@ -121,6 +121,8 @@ def stage_line(report: StageReport) -> str:
         line += f"; {report.tokens:,} tokens in {duration(report.seconds)} ({rate:,.0f} tokens/s)"
     if report.truncated:
         line += f"; {report.truncated:,} truncated"
+    if report.given:
+        line += f"; {report.given:,} answers were given (mode prefill)"
     if report.stopped:
         line += f"\n  stopped: {report.stopped}"
     return line

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from draftmill.builder.budget import parse_budget
+from draftmill.builder.budget import check_budget, parse_budget
 from draftmill.builder.extraction.settings import ExtractSettings
 from draftmill.builder.generation.settings import GenerateSettings
 from draftmill.builder.serving.command import ServeSettings
+from draftmill.builder.sources.settings import SourceSettings
 from draftmill.manifests import config
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.errors import UsageError
+from draftmill.manifests.errors import ConfigError, UsageError
 from draftmill.manifests.sizes import parse_size
 from draftmill.manifests.target import TargetModel
 from draftmill.trainer.settings import TrainSettings
@@ -31,6 +32,9 @@ class DatasetSettings:
     )
     shard_size: str = _key("1GiB", "Size of a hidden-states shard.")
     completion_shard_size: str = _key("64MiB", "Size of a completions shard.")
+    max_prompts: int | None = _key(
+        None, "The most prompts that all [[sources]] give together, by their weights. Unset: all."
+    )
 
     def __post_init__(self) -> None:
         for key in ("shard_size", "completion_shard_size"):
@@ -40,9 +44,11 @@ class DatasetSettings:
                 raise ValueError(f"{key}: {error}") from error
             if size < 64 << 10:
                 raise ValueError(f"{key}: at least 64KiB, not {getattr(self, key)}")
+        if self.max_prompts is not None and self.max_prompts < 1:
+            raise ValueError(f"max_prompts: at least 1, not {self.max_prompts}")
         if self.disk_budget:
             try:
-                parse_budget(self.disk_budget, Path("/"))
+                check_budget(parse_budget(self.disk_budget, Path("/")))
             except ValueError as error:
                 raise ValueError(f"disk_budget: {error}") from error
 
@@ -93,6 +99,7 @@ class Settings:
     extract: ExtractSettings
     serve: ServeSettings
     train: TrainSettings
+    sources: tuple[SourceSettings, ...] = ()
 
 
 SECTIONS: dict[str, type] = {
@@ -103,6 +110,8 @@ SECTIONS: dict[str, type] = {
     "serve": ServeSettings,
     "train": TrainSettings,
 }
+# Those that may come several times, as [[name]].
+LISTS: dict[str, type] = {"sources": SourceSettings}
 
 
 # Options of commands that go before a setting, for one run.
@@ -118,7 +127,8 @@ OPTIONS = {
 
 def load(dataset: Dataset, /, **overrides: dict[str, Any]) -> Settings:
     """The settings of a dataset; `overrides`: command-line values by section, None if unset."""
-    sections = config.read(dataset.config_path, SECTIONS)
+    sections = config.read(dataset.config_path, SECTIONS, LISTS)
+    _check_names(dataset, sections["sources"])
     for name, values in overrides.items():
         given = {key: value for key, value in values.items() if value is not None}
         try:
@@ -126,6 +136,18 @@ def load(dataset: Dataset, /, **overrides: dict[str, Any]) -> Settings:
         except ValueError as error:
             raise UsageError(str(error)) from error
     return Settings(**sections)
+
+
+def _check_names(dataset: Dataset, sources: tuple[SourceSettings, ...]) -> None:
+    """Limits and weights are kept by name: two sources of one name and mode would share them."""
+    keys = [source.key for source in sources]
+    for number, key in enumerate(keys):
+        if key in keys[:number]:
+            field = "name" if sources[number].name else "path"
+            where = config.where(dataset.config_path, "sources", field, number)
+            raise ConfigError(
+                f"{where}: another of [[sources]] is called {key[0]!r} too; set a `name`"
+            )
 
 
 def writer_options(dataset: Dataset, settings: Settings) -> dict[str, Any]:
@@ -145,8 +167,12 @@ def staging_folder(dataset: Dataset, settings: Settings) -> Path:
     return Path(given) if given else dataset.path / "staging"
 
 
-def target_model(settings: Settings) -> TargetModel | None:
-    """Facts of the target read from its folder, if the folder is here."""
-    if not settings.target.path:
-        return None
-    return TargetModel.from_folder(Path(settings.target.path), name=settings.target.model)
+def target_weights(settings: Settings) -> TargetModel | None:
+    """The target where its folder is here: `target.path`, else its name in the local Hugging Face
+    cache. None where it is in neither place."""
+    for place in filter(None, (settings.target.path, settings.target.model)):
+        try:
+            return TargetModel.from_folder(place, name=settings.target.model)
+        except ConfigError:
+            continue
+    return None

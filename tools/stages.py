@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
@@ -17,9 +17,17 @@ from draftmill.builder.progress import StageReport
 from draftmill.builder.serving.launcher import Server
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import UsageError
+from draftmill.manifests.target import find_folder
 from draftmill.manifests.writer import DatasetWriter
+from draftmill.tools.account import budget_account
 from draftmill.tools.render import Display, say, stage_line
-from draftmill.tools.settings import Settings, load, staging_folder, writer_options
+from draftmill.tools.settings import (
+    Settings,
+    load,
+    staging_folder,
+    target_weights,
+    writer_options,
+)
 from draftmill.tools.train import make_vocab
 
 Kind = Literal["generate", "extract"]
@@ -28,6 +36,14 @@ _RESTARTS = 3
 URLS = click.option(
     "--url", "urls", multiple=True, metavar="URL", help="A server; give it once per server."
 )
+WEIGHTS = click.option(
+    "--weights", metavar="DIR", help="The target's config and weights, for the canary."
+)
+
+
+def weights_folder(given: str | None) -> str | None:
+    """The folder of `--weights`; ConfigError if there is no model in it."""
+    return None if given is None else str(find_folder(given))
 
 
 def exit_code(reports: Sequence[StageReport], left: dict[str, int]) -> int:
@@ -77,6 +93,8 @@ async def run_extract(
                 limit_bytes=writer.budget_bytes, dataset=writer.dataset.path, staging=staging
             ),
             on_progress=show,
+            target=target_weights(settings),
+            say=say,
         )
     say(stage_line(report))
     return report
@@ -154,8 +172,22 @@ def build(
             last = reports[-1]
             if last.interrupted or last.stopped or last.over_budget:
                 break
-        left = writer.summary()["prompts"]
-    return reports, left
+        summary = writer.summary()
+        if any(report.over_budget for report in reports):
+            say(_account(writer, settings, summary))
+    return reports, summary["prompts"]
+
+
+def _account(writer: DatasetWriter, settings: Settings, summary: dict[str, Any]) -> str:
+    target, codec = settings.target, settings.extract.codec
+    left, left_tokens = writer.to_extract(settings.extract.max_seq_len)
+    return budget_account(
+        summary,
+        left=left,
+        left_tokens=left_tokens,
+        bytes_per_token=2 * target.hidden_size * len(target.extraction_layer_ids),
+        codec=codec,
+    )
 
 
 def finish(ctx: click.Context, reports: Sequence[StageReport], left: dict[str, int]) -> None:
@@ -175,6 +207,11 @@ def finish(ctx: click.Context, reports: Sequence[StageReport], left: dict[str, i
 @click.option("--serve", is_flag=True, help="Start the server, and stop it at the end.")
 @click.option("--concurrency", type=int, help="Requests at once on each server.")
 @click.option("--timeout", "timeout_s", type=float, help="Seconds that a request may take.")
+@click.option(
+    "--reasoning",
+    type=click.Choice(["any", "required", "drop"]),
+    help="Reasoning text: kept if there is some, required, or dropped.",
+)
 @click.pass_context
 def generate_command(
     ctx: click.Context,
@@ -183,6 +220,7 @@ def generate_command(
     serve: bool,
     concurrency: int | None,
     timeout_s: float | None,
+    reasoning: str | None,
 ) -> None:
     """Have the target model answer every pending prompt of DATASET.
 
@@ -191,7 +229,7 @@ def generate_command(
     """
     _one_way(urls, serve)
     opened = Dataset.open(dataset)
-    given = {"concurrency": concurrency, "timeout_s": timeout_s}
+    given = {"concurrency": concurrency, "timeout_s": timeout_s, "reasoning": reasoning}
     settings = load(opened, generate=given)
     finish(ctx, *build(opened, settings, ["generate"], {"generate": urls, "extract": ()}))
 
@@ -201,6 +239,7 @@ def generate_command(
 @URLS
 @click.option("--serve", is_flag=True, help="Start the server, and stop it at the end.")
 @click.option("--staging", metavar="DIR", help="Folder that the server writes into.")
+@WEIGHTS
 @click.option("--concurrency", type=int, help="Requests at once on each server.")
 @click.option("--codec", help="How hidden states are stored.")
 @click.option("--disk-budget", help='e.g. "3TB" or "80%".')
@@ -211,6 +250,7 @@ def extract_command(
     urls: tuple[str, ...],
     serve: bool,
     staging: str | None,
+    weights: str | None,
     concurrency: int | None,
     codec: str | None,
     disk_budget: str | None,
@@ -223,7 +263,12 @@ def extract_command(
     _one_way(urls, serve)
     opened = Dataset.open(dataset)
     given = {"staging": staging, "concurrency": concurrency, "codec": codec}
-    settings = load(opened, extract=given, dataset={"disk_budget": disk_budget})
+    settings = load(
+        opened,
+        extract=given,
+        dataset={"disk_budget": disk_budget},
+        target={"path": weights_folder(weights)},
+    )
     finish(ctx, *build(opened, settings, ["extract"], {"generate": (), "extract": urls}))
 
 

@@ -1,26 +1,49 @@
-"""`draftmill status` and `draftmill sql`: what a dataset holds, also while it is being written."""
+"""`draftmill status` and `draftmill sql`: what a dataset holds, also while it is being written.
+
+What needs long to import is imported where it is needed: while a writer runs, its own document is
+shown, and `status --json` then costs no more than the start of Python.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-import pyarrow as pa
-from rich.console import Console
-from rich.table import Table
 
-from draftmill.builder.progress import Progress
-from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import ConfigError
+from draftmill.manifests.layout import Layout
+from draftmill.manifests.published import published
 from draftmill.manifests.sizes import format_size
-from draftmill.tools import watch as live
-from draftmill.tools.render import describe, say
-from draftmill.tools.settings import load, writer_options
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from rich.table import Table
+
+    from draftmill.manifests.dataset import Dataset
+
+
+def document(path: str) -> dict[str, Any]:
+    """The document of `status --json`: the writer's own while one runs, else measured now."""
+    found = published(Layout(path))
+    return measured(path) if found is None else found
+
+
+def measured(path: str) -> dict[str, Any]:
+    """The same from the database."""
+    from draftmill.manifests.dataset import Dataset
+
+    opened = Dataset.open(path)
+    with opened.reader() as reader:
+        return reader.summary(**budget_and_staging(opened))
 
 
 def budget_and_staging(opened: Dataset) -> dict[str, Any]:
     """Arguments for `summary` from the settings; none where the settings cannot be read."""
+    from draftmill.tools.render import say
+    from draftmill.tools.settings import load, writer_options
+
     try:
         options = writer_options(opened, load(opened))
     except ConfigError as error:
@@ -29,15 +52,10 @@ def budget_and_staging(opened: Dataset) -> dict[str, Any]:
     return {"budget_bytes": options["budget_bytes"], "staging": options["staging"]}
 
 
-def document(path: str) -> dict[str, Any]:
-    """The document of `status --json`."""
-    opened = Dataset.open(path)
-    with opened.reader() as reader:
-        return reader.summary(**budget_and_staging(opened))
-
-
 def tables(path: str, found: dict[str, Any]) -> list[Table]:
     """The figures of a dataset as tables for a person."""
+    from rich.table import Table
+
     prompts = Table(title=path, title_justify="left", show_header=False, box=None)
     total = found["prompts"]["total"]
     for state, count in found["prompts"].items():
@@ -48,6 +66,10 @@ def tables(path: str, found: dict[str, Any]) -> list[Table]:
     prompts.add_row("completion tokens", f"{tokens['completion']:,}", "")
     prompts.add_row("extracted tokens", f"{tokens['extracted']:,}", "")
     prompts.add_row("truncated", f"{found['truncated']:,}", "")
+    given = found["off_policy"]
+    if given["prompts"]:
+        prompts.add_row("off-policy prompts", f"{given['prompts']:,}", "given answers")
+        prompts.add_row("off-policy tokens", f"{given['completion_tokens']:,}", "of completions")
     disk = found["disk"]
     sizes = Table(show_header=False, box=None)
     used = format_size(disk["used_bytes"])
@@ -65,7 +87,33 @@ def tables(path: str, found: dict[str, Any]) -> list[Table]:
             f"(ratio {disk['compression_ratio']:.2f})",
         )
         sizes.add_row("samples that still fit", f"{disk['samples_that_still_fit']:,}")
-    return [prompts, sizes]
+    return [prompts, *_breakdowns(found), sizes]
+
+
+def _breakdowns(found: dict[str, Any]) -> Iterator[Table]:
+    """Counts per source where there are several, and reasons of rejection where there are any."""
+    from rich.table import Table
+
+    sources = found["sources"]
+    if len(sources) > 1:
+        columns = [
+            key
+            for key in next(iter(sources.values()))
+            if key == "total" or any(row[key] for row in sources.values())
+        ]
+        grid = Table(box=None, header_style="bold")
+        grid.add_column("source")
+        for key in columns:
+            grid.add_column(key.replace("_", " "), justify="right")
+        for name, row in sources.items():
+            grid.add_row(name, *(f"{row[key]:,}" for key in columns))
+        yield grid
+    if found["rejected"]:
+        grid = Table(show_header=False, box=None)
+        for stage, gates in found["rejected"].items():
+            for gate, count in gates.items():
+                grid.add_row(f"rejected at {stage}: {gate.replace('_', ' ')}", f"{count:,}")
+        yield grid
 
 
 @click.command("status")
@@ -82,11 +130,29 @@ def status_command(dataset: str, as_json: bool, watch: bool) -> None:
     draftmill status DATASET --watch
     """
     if watch:
-        live.watch(Dataset.open(dataset), as_json=as_json, console=Console())
+        _watch(dataset, as_json=as_json)
     found = document(dataset)
     if as_json:
         click.echo(json.dumps(found, indent=2))
-        return
+    else:
+        _show(dataset, found)
+
+
+def _watch(dataset: str, *, as_json: bool) -> NoReturn:
+    from rich.console import Console
+
+    from draftmill.manifests.dataset import Dataset
+    from draftmill.tools import watch
+
+    watch.watch(Dataset.open(dataset), as_json=as_json, console=Console())
+
+
+def _show(dataset: str, found: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from draftmill.builder.progress import Progress
+    from draftmill.tools.render import describe
+
     console = Console()
     for table in tables(dataset, found):
         console.print(table)
@@ -107,6 +173,10 @@ def sql_command(dataset: str, query: str, as_json: bool) -> None:
 
     A table on a terminal; tab-separated lines otherwise.
     """
+    from rich.console import Console
+
+    from draftmill.manifests.dataset import Dataset
+
     with Dataset.open(dataset).reader() as reader:
         found = reader.sql(query)
     if as_json:
@@ -124,6 +194,8 @@ def sql_command(dataset: str, query: str, as_json: bool) -> None:
 
 
 def _grid(found: pa.Table) -> Table:
+    from rich.table import Table
+
     grid = Table(box=None, header_style="bold")
     for name in found.column_names:
         grid.add_column(name)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from draftmill.builder.progress import Progress
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.errors import UsageError
+from draftmill.manifests.errors import ConfigError, UsageError
 from draftmill.manifests.target import TargetModel
-from draftmill.tools.render import Display, duration
+from draftmill.tools.render import Display, duration, say
 from draftmill.tools.settings import Settings, load
-from draftmill.trainer.settings import TrainSettings
+from draftmill.trainer.settings import DraftForm, Finetune, TrainSettings, is_leader
 
 
 def target_facts(settings: Settings, path: str | None) -> TargetModel:
@@ -24,7 +24,15 @@ def target_facts(settings: Settings, path: str | None) -> TargetModel:
             f"this needs the folder of {settings.target.model} (its config, embeddings and head): "
             "--target DIR, or `path` under [target] in config.toml"
         )
-    return TargetModel.from_folder(Path(folder), name=settings.target.model)
+    facts = TargetModel.from_folder(Path(folder), name=settings.target.model)
+    for key in ("hidden_size", "num_layers", "vocab_size"):
+        mine, theirs = getattr(settings.target, key), getattr(facts, key)
+        if mine != theirs:
+            raise ConfigError(
+                f"{folder} is not the target of this dataset: {key} is {theirs} there and {mine} "
+                "under [target] in config.toml"
+            )
+    return facts
 
 
 @click.command("vocab")
@@ -65,21 +73,76 @@ def make_vocab(path: Path, settings: Settings, target: str | None = None) -> Non
 @click.option("--draft-vocab-size", type=int, help="Tokens that the draft can propose.")
 @click.option("--seed", type=int, help="Seed of weights and order.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Where to train.")
+@click.option(
+    "--checkpoint-format",
+    type=click.Choice(get_args(DraftForm)),
+    help="Form of the written draft; vLLM loads both.",
+)
+@click.option("--fsdp", is_flag=True, default=None, help="Shard weights over GPUs (torchrun).")
+@click.option("--grow", is_flag=True, help="Take in samples added since, from the next epoch on.")
+@click.option("--tensorboard", is_flag=True, default=None, help="Also write for TensorBoard.")
+@click.option(
+    "--finetune-from",
+    metavar="CKPT",
+    help="Start from this EAGLE-3 draft, in speculators', AQ-MedAI's or SGLang's form.",
+)
+@click.option(
+    "--finetune-layers",
+    metavar="IDS",
+    help="Layers that it was trained on, as 2,30,58, where its config counts otherwise.",
+)
+@click.option("--other-target", is_flag=True, help="It may be of a target with another name.")
 @click.pass_context
 def train_command(
-    ctx: click.Context, /, dataset: str, output: str, target: str | None, **overrides: Any
+    ctx: click.Context,
+    /,
+    dataset: str,
+    output: str,
+    target: str | None,
+    finetune_from: str | None,
+    finetune_layers: str | None,
+    other_target: bool,
+    grow: bool,
+    **overrides: Any,
 ) -> None:
     """Train an EAGLE-3 draft on DATASET. Started again, it goes on from its last checkpoint.
 
+    With --finetune-from, the draft's own vocabulary is kept unless --draft-vocab-size asks for
+    one of DATASET's; then the rows of its head follow their tokens.
+
     \b
     draftmill train DATASET --output draft
+    torchrun --nproc-per-node 8 --no-python draftmill train DATASET --output draft
+    draftmill train DATASET --output draft --finetune-from AQ-MedAI/Kimi-K2-Instruct-eagle3
     """
     opened = Dataset.open(dataset)
     settings = load(opened, train=overrides)
-    report = run_train(opened.path, settings, settings.train, Path(output), target)
-    if report.interrupted:
+    finetune = None
+    if finetune_from is not None:
+        finetune = Finetune(
+            checkpoint=finetune_from,
+            new_vocab=overrides["draft_vocab_size"] is not None,
+            layer_ids=_layers(finetune_layers),
+            other_target=other_target,
+        )
+    elif finetune_layers or other_target:
+        raise UsageError("--finetune-layers and --other-target go with --finetune-from")
+    report = run_train(
+        opened.path, settings, settings.train, Path(output), target, finetune=finetune, grow=grow
+    )
+    if report.interrupted and is_leader():
         click.echo(f"stopped at step {report.step} of {report.steps}; the same command goes on")
+    if report.interrupted:
         ctx.exit(130)
+
+
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise UsageError(f"--finetune-layers {text}: numbers with commas, as 2,30,58") from error
 
 
 def run_train(
@@ -88,8 +151,14 @@ def run_train(
     train_settings: TrainSettings,
     output: Path,
     target: str | None = None,
+    *,
+    finetune: Finetune | None = None,
+    grow: bool = False,
 ) -> Any:
-    """Train and show it; returns the trainer's report."""
+    """Train and show it; returns the trainer's report.
+
+    Of several processes that `torchrun` started, the leading one shows it.
+    """
     from draftmill.trainer.train import train
 
     with Display("train") as show:
@@ -120,8 +189,17 @@ def run_train(
             target=target_facts(settings, target),
             target_layer_ids=settings.target.target_layer_ids,
             output=output,
+            finetune=finetune,
+            grow=grow,
             on_progress=on_progress,
+            note=say if is_leader() else lambda text: None,
         )
+    if is_leader():
+        _show_report(report)
+    return report
+
+
+def _show_report(report: Any) -> None:
     figures = ", ".join(f"{name} {value:.3f}" for name, value in report.validation.items())
     click.echo(
         f"train: {report.step} of {report.steps} steps, {report.samples:,} samples, "
@@ -130,6 +208,9 @@ def run_train(
     )
     if figures:
         click.echo(f"validation ({report.validation_samples:,} samples): {figures}")
+    click.echo(
+        f"samples: {report.cut:,} cut at max_seq_len, {report.nothing_supervised:,} left out "
+        f"because nothing in them is supervised; {100 * report.waste:.1f} % of places empty"
+    )
     if not report.interrupted:
         click.echo(f"draft: {report.output}")
-    return report

@@ -7,7 +7,7 @@ the target adds to every step is not counted. Who asks a server for its counters
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,8 +140,3 @@ def total(parts: Iterable[Acceptance]) -> Acceptance:
     for part in parts:
         result = result + part
     return result
-
-
-def by_source(parts: Mapping[str, Acceptance]) -> dict[str, Any]:
-    """`by_source` of `eval --json`: one entry a source, by name."""
-    return {name: part.to_json() for name, part in sorted(parts.items())}

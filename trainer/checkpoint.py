@@ -20,6 +20,7 @@ import torch
 
 from draftmill.manifests import files
 from draftmill.manifests.errors import DamagedError, DatasetError
+from draftmill.manifests.target import find_folder
 from draftmill.trainer.data import Cursor
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -89,7 +90,7 @@ def save(
     for folder in (temporary / "training", temporary):
         for path in sorted(folder.iterdir()):
             if path.is_file():
-                _sync(path)
+                files.sync_file(path, "checkpoint")
         files.sync_folder(folder, "checkpoint")
     if target.exists():
         _remove(target)
@@ -149,11 +150,15 @@ def publish(run: Path, step: int, names: tuple[str, ...]) -> None:
         files.publish(temporary, run / name, "draft")
 
 
-def resolve_draft(path: Path) -> Path:
-    """The folder to serve: `path` itself when it holds a draft, else its newest checkpoint.
+def resolve_draft(draft: str | Path) -> Path:
+    """The folder to serve: `draft` itself when it holds one, else its newest checkpoint.
 
-    Raises DatasetError when there is neither.
+    What is no folder is a model in the local Hugging Face cache. Raises DatasetError for a folder
+    with neither, ConfigError for a name that is not there.
     """
+    path = Path(draft)
+    if not path.is_dir():
+        return find_folder(draft)
     if (path / "config.json").is_file():
         return path
     steps = checkpoints(path)
@@ -171,11 +176,3 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    file = files.File(path, "checkpoint")
-    try:
-        file.sync()
-    finally:
-        file.close()

@@ -7,19 +7,18 @@ says is frozen in the run's folder (`plan.py`); reading the samples is left to `
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from draftmill.manifests.errors import DamagedError
 from draftmill.manifests.types import Location
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 # Samples are packed among this many neighbours of the epoch's order: enough to fill rows well,
 # few enough that the first row of a million samples is known at once.
@@ -31,11 +30,12 @@ class Samples:
     """Columns of the samples that can be trained on, in id order; one row is one sample.
 
     `tokens` counts prompt and completion after every cut, so `tokens - prompt_tokens` of them are
-    supervised. Locations are rows of (shard, offset, length).
+    supervised. Locations are rows of (shard, offset, length), digests of two words. No column holds
+    Python objects: a million samples take 92 MB.
     """
 
     id: NDArray[np.int64]
-    digest: NDArray[np.str_]
+    digest: NDArray[np.uint64]
     conversation: NDArray[np.uint64]
     prompt_tokens: NDArray[np.int32]
     tokens: NDArray[np.int32]
@@ -84,11 +84,10 @@ def select(table: pa.Table, max_seq_len: int) -> Selection:
     stored = column("tokens", np.int32)
     tokens = np.minimum(stored, np.int32(max_seq_len))
     prompt_tokens = column("prompt_tokens", np.int32)
-    digest = table.column("digest").to_numpy(zero_copy_only=False)
     samples = Samples(
         id=column("id", np.int64),
-        digest=np.asarray(digest, dtype=np.str_) if len(digest) else np.empty(0, np.str_),
-        conversation=_hashes(table.column("conversation").to_pylist()),
+        digest=_digests(table.column("digest")),
+        conversation=_hashes(table.column("conversation")),
         prompt_tokens=prompt_tokens,
         tokens=tokens,
         completion_at=location("generate"),
@@ -102,10 +101,36 @@ def select(table: pa.Table, max_seq_len: int) -> Selection:
     )
 
 
-def _hashes(conversations: list[Any]) -> NDArray[np.uint64]:
-    # The salt is fixed and not the run's seed: two runs are compared on the same held-out samples.
-    values = (xxhash.xxh3_64_intdigest(f"split:{name}".encode()) for name in conversations)
-    return np.fromiter(values, dtype=np.uint64, count=len(conversations))
+def _digests(column: pa.ChunkedArray) -> NDArray[np.uint64]:
+    """Digests of 32 hex digits as words [N, 2], without a Python object for each."""
+    try:
+        fixed = column.combine_chunks().cast(pa.binary()).cast(pa.binary(32))
+    except pa.ArrowInvalid as error:
+        raise DamagedError(f"a completion's digest is not 32 hex digits: {error}") from error
+    if len(fixed) == 0:
+        return np.empty((0, 2), np.uint64)
+    digits = np.frombuffer(fixed.buffers()[1], np.uint8, 32 * len(fixed), 32 * fixed.offset)
+    # 0 to 9 are 0x30 to 0x39, a to f are 0x61 to 0x66
+    values = (digits & 15) + 9 * (digits >> 6)
+    return (values[0::2] << 4 | values[1::2]).view(np.uint64).reshape(-1, 2)
+
+
+# The salt is fixed and not the run's seed: two runs are compared on the same held-out samples.
+_SPLIT_SEED = 0x73706C6974
+
+
+def _hashes(conversations: pa.ChunkedArray) -> NDArray[np.uint64]:
+    result = np.empty(len(conversations), np.uint64)
+    digest = xxhash.xxh3_64_intdigest
+    start = 0
+    # In pieces, so that never a million strings are in memory.
+    for batch in pa.table({"name": conversations.cast(pa.binary())}).to_batches(
+        max_chunksize=65536
+    ):
+        names = batch.column(0).to_pylist()
+        result[start : start + len(names)] = [digest(name, _SPLIT_SEED) for name in names]
+        start += len(names)
+    return result
 
 
 def is_validation(samples: Samples, fraction: float) -> NDArray[np.bool_]:
@@ -179,12 +204,23 @@ class Row:
         return replace(self.cursor, row=self.cursor.row + 1)
 
 
-def training_rows(samples: Samples, *, seed: int, room: int, start: Cursor) -> Iterator[Row]:
-    """The endless run of packed rows from `start` on; the same for every number of readers."""
+def training_rows(
+    samples: Samples,
+    *,
+    seed: int,
+    room: int,
+    start: Cursor,
+    since: NDArray[np.int32] | None = None,
+) -> Iterator[Row]:
+    """The endless run of packed rows from `start` on; the same for every number of readers.
+
+    `since` is the first epoch of each sample, rising; without it all take part from the first on.
+    """
     lengths = row_tokens(samples)
     epoch, begin, first = start.epoch, start.segment, start.segment_row
     while len(samples):
-        order = epoch_order(len(samples), seed, epoch)
+        count = len(samples) if since is None else int(np.searchsorted(since, epoch, "right"))
+        order = epoch_order(count, seed, epoch)
         for segment in range(begin, -(-len(order) // SEGMENT)):
             part = order[segment * SEGMENT : (segment + 1) * SEGMENT]
             rows = pack(lengths, part, room)
@@ -194,6 +230,18 @@ def training_rows(samples: Samples, *, seed: int, room: int, start: Cursor) -> I
                     yield Row(members=tuple(members), cursor=at)
             first += len(rows)
         epoch, begin = epoch + 1, 0
+
+
+def step_rows(rows: Iterator[Row], rows_per_step: int) -> Iterator[tuple[Row, ...]]:
+    """The rows of each optimizer step, over all devices: the global batches of a run."""
+    while len(batch := tuple(islice(rows, rows_per_step))) == rows_per_step:
+        yield batch
+
+
+def share(batch: Sequence[Row], rank: int, size: int) -> Sequence[Row]:
+    """The rows of a global batch that device `rank` of `size` works on; `size` divides it."""
+    each = len(batch) // size
+    return batch[rank * each : (rank + 1) * each]
 
 
 def validation_rows(samples: Samples, *, room: int, limit: int) -> list[Row]:
@@ -212,10 +260,12 @@ class Packing:
     waste: float
 
 
-def packing(samples: Samples, *, seed: int, room: int, segments: int = 16) -> Packing:
-    """Rows and waste of the first epoch, judged by its first `segments` where it has more."""
+def packing(
+    samples: Samples, *, seed: int, room: int, epoch: int = 0, segments: int = 16
+) -> Packing:
+    """Rows and waste of an epoch, judged by its first `segments` where it has more."""
     lengths = row_tokens(samples)
-    order = epoch_order(len(samples), seed, 0)[: segments * SEGMENT]
+    order = epoch_order(len(samples), seed, epoch)[: segments * SEGMENT]
     tokens = int(lengths.sum())
     rows = sum(
         len(pack(lengths, order[start : start + SEGMENT], room))
@@ -230,7 +280,6 @@ def packing(samples: Samples, *, seed: int, room: int, segments: int = 16) -> Pa
 def fingerprint(samples: Samples) -> str:
     """32 hex digits of which completions these are and how much of each is used."""
     hasher = xxhash.xxh3_128()
-    for column in (samples.id, samples.prompt_tokens, samples.tokens):
-        hasher.update(np.ascontiguousarray(column).tobytes())
-    hasher.update("\n".join(samples.digest.tolist()).encode())
+    for column in (samples.id, samples.prompt_tokens, samples.tokens, samples.digest):
+        hasher.update(np.ascontiguousarray(column).data)
     return hasher.hexdigest()

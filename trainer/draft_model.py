@@ -6,7 +6,6 @@ is left to `train`, the vocabulary to `vocab`, the decoder's sizes to `draft_sha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,27 +13,32 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from speculators import SpeculatorsConfig, VerifierConfig
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor
+from transformers import LlamaConfig
 
-from draftmill.manifests.errors import ConfigError, DamagedError
+from draftmill.manifests.errors import ConfigError
 from draftmill.manifests.target import TargetModel, check_target_layer_ids
+from draftmill.trainer.draft_forms import (
+    CONFIG_FILE,
+    LAYER_KEY,
+    SWITCHES,
+    DraftFiles,
+    write_draft,
+)
 from draftmill.trainer.draft_shape import decoder_config
-from draftmill.trainer.settings import TrainSettings
+from draftmill.trainer.draft_vocab import as_tensor
+from draftmill.trainer.settings import DraftForm, TrainSettings
 from draftmill.trainer.vocab import VocabMapping
 
 DraftModel: TypeAlias = Eagle3DraftModel
 
 # The target's own weights: needed to compute the loss, never saved with the draft.
 _VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
-WEIGHTS_FILE = "model.safetensors"
-CONFIG_FILE = "config.json"
+EMBEDDINGS = "embed_tokens.weight"
 
 
 def create_draft(
@@ -60,15 +64,7 @@ def create_draft(
         norm_before_fc=settings.norm_before_fc,
         norm_output=settings.norm_output,
         eagle_aux_hidden_state_layer_ids=list(target_layer_ids),
-        speculators_config=SpeculatorsConfig(
-            algorithm="eagle3",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=settings.ttt_steps)],
-            default_proposal_method="greedy",
-            # The name, not the folder: a checkpoint is used on other machines than this one.
-            verifier=VerifierConfig(
-                name_or_path=target.name, architectures=list(target.architectures)
-            ),
-        ),
+        speculators_config=_made_for(target.name, target.architectures, settings.ttt_steps),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -76,37 +72,122 @@ def create_draft(
     if model.use_draft_vocab:
         model.load_vocab_mappings(torch.from_numpy(vocab.t2d), torch.from_numpy(vocab.d2t))
     with torch.no_grad():
-        model.embed_tokens.weight.copy_(_tensor(target.embed_tokens()))
-        model.lm_head.weight.copy_(_tensor(target.lm_head(vocab.target_ids)))
+        model.embed_tokens.weight.copy_(as_tensor(target.embed_tokens()))
+        model.lm_head.weight.copy_(as_tensor(target.lm_head(vocab.target_ids)))
+    model.shares_embeddings = True
     return _finish(model, target, settings)
 
 
-def load_draft(folder: Path, target: TargetModel, settings: TrainSettings) -> DraftModel:
-    """A draft saved by `save_draft` (or by speculators), ready to go on training.
+def load_draft(
+    files: DraftFiles, target: TargetModel, settings: TrainSettings, *, device: str = "cpu"
+) -> DraftModel:
+    """The draft that was read, in float32, ready to go on training for `target`.
 
-    Every weight is accounted for: missing, unexpected and misshapen ones raise ConfigError.
+    Its decoder and its switches are its own, its context is the target's. Embeddings that it does
+    not bring are the target's. Raises ConfigError unless every weight is accounted for.
     """
-    try:
-        config = Eagle3SpeculatorConfig.from_pretrained(folder)
-        weights = load_file(folder / WEIGHTS_FILE)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise DamagedError(f"{folder} is no draft model in speculators' form: {error}") from error
-    config.transformer_layer_config._attn_implementation = _attention("cpu")
+    config = _config_of(
+        files,
+        made_for=_made_for(target.name, target.architectures, settings.ttt_steps),
+        layer_ids=files.layer_ids_of(target.num_layers),
+        context=target.max_position_embeddings,
+    )
+    weights = dict(files.weights)
+    embeddings = as_tensor(target.embed_tokens())
+    own = weights.setdefault(EMBEDDINGS, embeddings)
+    _check_weights(config, weights, files.folder)
+    config.transformer_layer_config._attn_implementation = _attention(device)
     model = Eagle3DraftModel(config)
-    if "embed_tokens.weight" not in weights:
-        weights["embed_tokens.weight"] = _tensor(target.embed_tokens())
-    expected = {k: v for k, v in model.state_dict().items() if k not in _VERIFIER}
-    faults = [f"{name} is missing" for name in expected if name not in weights]
+    model.load_state_dict(weights, strict=False)
+    model.shares_embeddings = own is embeddings or torch.equal(own, embeddings)
+    return _finish(model, target, settings)
+
+
+def speculators_files(
+    files: DraftFiles, *, target: TargetModel | None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A draft's config.json and weights in speculators' form, every weight accounted for.
+
+    With `target` the draft is made out to it and gets its context; without, everything is kept.
+    Raises ConfigError where that leaves something open.
+    """
+    if target is None:
+        made_for = files.config.get("speculators_config")
+        if made_for is None:
+            raise ConfigError(
+                f"{files.folder} does not say which target model it is for: name it with --target"
+            )
+        made_for = SpeculatorsConfig.model_validate(made_for)
+        config = _config_of(files, made_for=made_for, layer_ids=files.layer_ids, context=None)
+    else:
+        config = _config_of(
+            files,
+            made_for=_made_for(target.name, target.architectures, _draft_tokens(files)),
+            layer_ids=files.layer_ids_of(target.num_layers),
+            context=target.max_position_embeddings,
+        )
+    _check_weights(config, files.weights, files.folder)
+    # What is stored, which is not always what a config says.
+    dtype = str(files.weights["fc.weight"].dtype).removeprefix("torch.")
+    return _config_dict(config, dtype), dict(files.weights)
+
+
+def _made_for(name: str, architectures: Sequence[str], draft_tokens: int) -> SpeculatorsConfig:
+    return SpeculatorsConfig(
+        algorithm="eagle3",
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=draft_tokens)],
+        default_proposal_method="greedy",
+        # The name, not the folder: a checkpoint is used on other machines than this one.
+        verifier=VerifierConfig(name_or_path=name, architectures=list(architectures)),
+    )
+
+
+def _draft_tokens(files: DraftFiles) -> int:
+    methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return int(methods[0].get("speculative_tokens") or 3)
+
+
+def _config_of(
+    files: DraftFiles,
+    *,
+    made_for: SpeculatorsConfig,
+    layer_ids: Sequence[int] | None,
+    context: int | None,
+) -> Eagle3SpeculatorConfig:
+    decoder = LlamaConfig(**files.decoder)
+    if context is not None:
+        decoder.max_position_embeddings = context
+    try:
+        return Eagle3SpeculatorConfig(
+            transformer_layer_config=decoder,
+            draft_vocab_size=files.config["draft_vocab_size"],
+            target_hidden_size=files.config.get("target_hidden_size"),
+            speculators_config=made_for,
+            **{name: bool(files.config.get(name)) for name in SWITCHES},
+            **{LAYER_KEY: None if layer_ids is None else list(layer_ids)},
+        )
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{files.folder / CONFIG_FILE} contradicts itself: {error}") from error
+
+
+def _check_weights(
+    config: Eagle3SpeculatorConfig, weights: Mapping[str, Tensor], folder: Path
+) -> None:
+    """Raise ConfigError that names every weight that is missing, not known or misshapen."""
+    with torch.device("meta"):
+        model = Eagle3DraftModel(config)
+    expected = {k: v.shape for k, v in model.state_dict().items() if k not in _VERIFIER}
+    # Servers take the target's where a draft has none.
+    needed = expected.keys() - {EMBEDDINGS}
+    faults = [f"{name} is missing" for name in expected if name in needed - weights.keys()]
     faults += [f"{name} is not known" for name in weights if name not in expected]
     faults += [
-        f"{name} has shape {list(weights[name].shape)}, expected {list(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in weights and weights[name].shape != tensor.shape
+        f"{name} has shape {list(weights[name].shape)}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in weights and weights[name].shape != shape
     ]
     if faults:
-        raise ConfigError(f"{folder / WEIGHTS_FILE}: " + "; ".join(faults))
-    model.load_state_dict(weights, strict=False)
-    return _finish(model, target, settings)
+        raise ConfigError(f"{folder} does not fit its {CONFIG_FILE}: " + "; ".join(faults))
 
 
 def _finish(model: DraftModel, target: TargetModel, settings: TrainSettings) -> DraftModel:
@@ -116,8 +197,8 @@ def _finish(model: DraftModel, target: TargetModel, settings: TrainSettings) -> 
     else:
         target_ids = np.arange(target.vocab_size)
     with torch.no_grad():
-        model.verifier_lm_head.weight.copy_(_tensor(target.lm_head(target_ids)))
-        norm = _tensor(target.final_norm()).float()
+        model.verifier_lm_head.weight.copy_(as_tensor(target.lm_head(target_ids)))
+        norm = as_tensor(target.final_norm()).float()
         model.verifier_norm.weight.copy_(norm + 1 if target.norm_adds_one else norm)
     if model._attn_impl == "eager":
         model._create_mask_fn = _dense_mask
@@ -154,25 +235,9 @@ def _dense_mask(
     return torch.zeros(Q_LEN, KV_LEN, device=device).masked_fill_(~allowed, -torch.inf)[None, None]
 
 
-def _tensor(array: NDArray[Any]) -> Tensor:
-    """numpy to torch; uint16 are bf16 bit patterns."""
-    tensor = torch.from_numpy(array)
-    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
-
-
 def trained_state(model: DraftModel) -> dict[str, Tensor]:
     """The parameters that training changes, in float32, by name."""
     return {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-
-
-def restore_trained_state(model: DraftModel, state: Mapping[str, Tensor]) -> None:
-    """Put back what `trained_state` gave. Raises DamagedError when it is not this model's."""
-    mine = trained_state(model)
-    if {n: t.shape for n, t in mine.items()} != {n: t.shape for n, t in state.items()}:
-        raise DamagedError("the checkpoint holds other parameters than this draft model")
-    with torch.no_grad():
-        for name, tensor in mine.items():
-            tensor.copy_(state[name])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,9 +253,18 @@ class Forward:
     drafted: Tensor
 
 
-def forward(model: DraftModel, tensors: Mapping[str, Tensor], settings: TrainSettings) -> Forward:
-    """Run the draft over one packed row, on the device and in the type that its tensors have."""
-    drafted, loss, sums = model(
+def forward(
+    model: DraftModel,
+    tensors: Mapping[str, Tensor],
+    settings: TrainSettings,
+    *,
+    run: Callable[..., Any] | None = None,
+) -> Forward:
+    """Run the draft over one packed row, on the device and in the type that its tensors have.
+
+    `run` is called in the model's place: something that wraps it.
+    """
+    drafted, loss, sums = (run or model)(
         **tensors,
         ttt_steps=settings.ttt_steps,
         ttt_step_loss_decay=settings.ttt_decay,
@@ -203,20 +277,27 @@ def forward(model: DraftModel, tensors: Mapping[str, Tensor], settings: TrainSet
     return Forward(loss=loss, sums=sums, drafted=ids)
 
 
-def save_draft(model: DraftModel, folder: Path) -> None:
-    """Write the draft into an existing folder as vLLM and speculators load it, in bfloat16."""
-    weights = {
+def save_draft(
+    model: DraftModel,
+    folder: Path,
+    form: DraftForm = "speculators",
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write the draft into an existing folder as vLLM loads it, in bfloat16.
+
+    `weights` stand for the model's own where those are spread over devices. The flat form leaves
+    out embeddings that are the target's own; servers share those.
+    """
+    left_out = {*_VERIFIER, *((EMBEDDINGS,) if form == "flat" and model.shares_embeddings else ())}
+    written = {
         name: tensor.detach().to("cpu", torch.bfloat16 if tensor.is_floating_point() else None)
-        for name, tensor in model.state_dict().items()
-        if name not in _VERIFIER
+        for name, tensor in (weights or model.state_dict()).items()
+        if name not in left_out
     }
-    save_file(
-        {name: tensor.contiguous() for name, tensor in weights.items()},
-        folder / WEIGHTS_FILE,
-        metadata={"format": "pt"},
-    )
-    config = model.config.to_dict()
-    config["dtype"] = "bfloat16"
-    config["transformer_layer_config"]["dtype"] = "bfloat16"
-    text = json.dumps(config, indent=2, sort_keys=True)
-    (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    write_draft(_config_dict(model.config, "bfloat16"), written, folder, form)
+
+
+def _config_dict(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
+    found: dict[str, Any] = config.to_dict()
+    found["dtype"] = found["transformer_layer_config"]["dtype"] = dtype
+    return found

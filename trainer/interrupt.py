@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+_ONE_MOMENT_S = 1.0
+
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Yields a function that says whether to stop. The second signal stops at once.
+    """Yields a function that says whether to stop. A second signal stops at once.
 
-    Signals can be caught in a process's main thread only; elsewhere nothing is changed.
+    Signals of one moment count as one: Ctrl-C reaches a process from the terminal and once more
+    from `torchrun`. They can be caught in a process's main thread only; elsewhere nothing changes.
     """
     asked = False
+    asked_at = 0.0
 
     def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
+        nonlocal asked, asked_at
+        if asked and time.monotonic() - asked_at > _ONE_MOMENT_S:
             raise KeyboardInterrupt
-        asked = True
+        if not asked:
+            asked, asked_at = True, time.monotonic()
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: asked

@@ -1,157 +1,44 @@
-"""Reads packed rows of samples from shards, ahead of need, in the order that was planned.
+"""Reads packed rows ahead of need, in the order that was planned, and brings them to a device.
 
-Owns threads and the memory of what waits. Which samples make a row is `data`'s, bytes and their
-checks are the shard reader's, moving to a device is the training loop's.
-
-Shapes: T places of a packed row, L layers (auxiliary, then the last), H hidden size.
+Owns threads, worker processes and the memory of what waits. What a row is, is `rows`'s; which
+samples make one is `data`'s.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol
+from contextlib import closing
+from typing import Any
 
 import numpy as np
 import torch
-import xxhash
-from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from draftmill.manifests.errors import DamagedError
-from draftmill.manifests.types import Completion, Location, StatesTLH
 from draftmill.trainer.data import Row, Samples
+from draftmill.trainer.rows import (
+    Batch,
+    PlaneRow,
+    SampleReader,
+    StatesShape,
+    load_row,
+    merge_row,
+    read_row,
+)
 
-
-class SampleReader(Protocol):
-    """What is needed of a shard reader; `ShardReader` is the real one."""
-
-    def completion(self, location: Location, *, text: bool = True) -> Completion:
-        """Token ids (and text) of one sample."""
-
-    def states(
-        self,
-        location: Location,
-        *,
-        tokens: int | None = None,
-        out: StatesTLH | None = None,
-        threads: int = 1,
-    ) -> StatesTLH:
-        """Hidden states of one sample, bf16 bit patterns [T, L, H]."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """One packed row as speculators' models take it, aligned as its `shift_batch` does.
-
-    `tensors`, each [1, T, ...]: place i of a sample joins token i + 1 (`input_ids`, `loss_mask`,
-    `position_ids`, and `verifier_last_hidden_states` [1, T, H] bf16, from which the target's
-    choice for token i + 2 follows) with the auxiliary states of token i (`hidden_states`
-    [1, T, (L-1)·H] bf16). `document_ids` numbers the samples of the row, -1 for padding.
-    `loss_mask` is 0 for every prompt token and 1 from the first generated one.
-    """
-
-    row: Row
-    sample_ids: tuple[int, ...]
-    lengths: tuple[int, ...]
-    tensors: dict[str, Tensor]
-
-    @property
-    def supervised(self) -> int:
-        """Places that the loss looks at."""
-        return int(self.tensors["loss_mask"].sum())
-
-    def checksum(self) -> str:
-        """16 hex digits of everything in the batch; equal batches have equal ones."""
-        hasher = xxhash.xxh3_64()
-        for name in sorted(self.tensors):
-            tensor = self.tensors[name].contiguous()
-            hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            hasher.update(tensor.view(torch.uint8).numpy().tobytes())
-        return hasher.hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StatesShape:
-    """Layers (auxiliary and last) and hidden size that every sample must have."""
-
-    layers: int
-    hidden_size: int
-
-
-def load_row(
-    reader: SampleReader, samples: Samples, row: Row, shape: StatesShape, pad_to: int = 0
-) -> Batch:
-    """Read the samples of one packed row; `pad_to` fixes T, 0 lets it follow from the samples.
-
-    Raises DamagedError, naming the sample, when its bytes or sizes are not what they must be.
-    """
-    lengths = [int(samples.tokens[member]) - 1 for member in row.members]
-    places = max(pad_to, sum(lengths))
-    auxiliary = (shape.layers - 1) * shape.hidden_size
-    states = np.zeros((places, auxiliary), np.uint16)
-    last = np.zeros((places, shape.hidden_size), np.uint16)
-    input_ids = np.zeros(places, np.int64)
-    loss_mask = np.zeros(places, np.bool_)
-    position_ids = np.zeros(places, np.int64)
-    document_ids = np.full(places, -1, np.int64)
-    start = 0
-    for document, (member, length) in enumerate(zip(row.members, lengths, strict=True)):
-        token_ids, states_tlh = _read(reader, samples, member, shape)
-        part = slice(start, start + length)
-        states[part] = states_tlh[:-1, :-1].reshape(length, auxiliary)
-        last[part] = states_tlh[1:, -1]
-        input_ids[part] = token_ids[1:]
-        # Everything before the first generated token belongs to the prompt, whatever it says.
-        loss_mask[start + int(samples.prompt_tokens[member]) - 1 : part.stop] = True
-        position_ids[part] = np.arange(1, length + 1)
-        document_ids[part] = document
-        start += length
-    tensors = {
-        "hidden_states": torch.from_numpy(states).view(torch.bfloat16),
-        "verifier_last_hidden_states": torch.from_numpy(last).view(torch.bfloat16),
-        "input_ids": torch.from_numpy(input_ids),
-        "loss_mask": torch.from_numpy(loss_mask),
-        "position_ids": torch.from_numpy(position_ids),
-        "document_ids": torch.from_numpy(document_ids),
-    }
-    return Batch(
-        row=row,
-        sample_ids=tuple(int(samples.id[member]) for member in row.members),
-        lengths=tuple(lengths),
-        tensors={name: tensor.unsqueeze(0) for name, tensor in tensors.items()},
-    )
-
-
-def _read(
-    reader: SampleReader, samples: Samples, member: int, shape: StatesShape
-) -> tuple[np.ndarray, StatesTLH]:
-    """Token ids [T] and states [T, L, H] of one sample, cut as planned."""
-    tokens = int(samples.tokens[member])
-    try:
-        completion = reader.completion(samples.completion_location(member), text=False)
-        states = reader.states(samples.states_location(member), tokens=tokens)
-    except DamagedError as error:
-        raise DamagedError(
-            f"sample {samples.id[member]} cannot be read ({error}); "
-            "`draftmill verify --repair` takes it out"
-        ) from error
-    token_ids = completion.token_ids[:tokens]
-    wanted = (tokens, shape.layers, shape.hidden_size)
-    if states.shape != wanted or len(token_ids) != tokens:
-        raise DamagedError(
-            f"sample {samples.id[member]} has {len(token_ids)} tokens and hidden states of shape "
-            f"{list(states.shape)}; the plan and the target model ask for {list(wanted)}"
-        )
-    return token_ids, states
+# Rows that a GPU has merged before it needs them: one to work on while the next is copied.
+_DEVICE_ROWS = 2
 
 
 class RowLoader:
-    """Yields the batches of a sequence of rows, in order, read by threads ahead of need.
+    """Yields the batches of a sequence of rows, in order, on `device`, read ahead of need.
 
-    What waits is bounded by `prefetch_bytes` (one batch at least); the rows and their order do
-    not depend on `threads`. Closing the iterator stops the threads.
+    `threads` decode in this process; `workers`, when not 0, are processes that do so instead, for
+    where one interpreter is too slow (they are spawned, and take seconds to start). What waits is
+    bounded by `prefetch_bytes` (one row at least); the rows and their order depend on none of
+    these. `planes` leaves the last step of decoding to the device (by default where that is a GPU).
+    Closing the iterator stops threads and workers.
     """
 
     def __init__(
@@ -162,48 +49,165 @@ class RowLoader:
         *,
         threads: int,
         prefetch_bytes: int,
+        workers: int = 0,
         pad_to: int = 0,
+        device: str = "cpu",
+        planes: bool | None = None,
     ) -> None:
-        self._reader = reader
         self._samples = samples
-        self._shape = shape
-        self._threads = threads
+        self._threads, self._workers = threads, workers
         self._prefetch_bytes = prefetch_bytes
-        self._pad_to = pad_to
+        self._device = torch.device(device)
+        on_gpu = self._device.type == "cuda"
+        self._planes = on_gpu if planes is None else planes
+        # Pinned memory belongs to the process that has the GPU; workers hand theirs over.
+        pin = on_gpu and self._planes and not workers
+        self._read = _ReadRow(reader, shape, pad_to, planes=self._planes, pin=pin)
 
     def batches(self, rows: Iterable[Row]) -> Generator[Batch, None, None]:
         """Batches of `rows`, which may be endless."""
+        source = self._in_workers(rows) if self._workers else self._in_threads(rows)
+        with closing(source):
+            if self._device.type == "cuda":
+                yield from _on_gpu(source, self._device)
+            else:
+                for found in source:
+                    yield merge_row(found, "cpu") if isinstance(found, PlaneRow) else found
+
+    def _in_threads(self, rows: Iterable[Row]) -> Generator[Batch | PlaneRow, None, None]:
+        items = _items(rows, self._samples)
         if self._threads == 0:
-            for row in rows:
-                yield self._load(row)
+            for item in items:
+                yield self._read[item]
             return
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="draftmill-decode")
-        waiting: deque[tuple[int, Future[Batch]]] = deque()
+        waiting: deque[tuple[int, Future[Batch | PlaneRow]]] = deque()
         waiting_bytes = 0
-        source = iter(rows)
-        following = next(source, None)
+        following = next(items, None)
         try:
             while waiting or following is not None:
                 while following is not None:
-                    size = self._bytes(following)
+                    size = self._read.num_bytes(following)
                     full = waiting_bytes + size > self._prefetch_bytes
                     if waiting and (full or len(waiting) >= 4 * self._threads):
                         break
-                    waiting.append((size, pool.submit(self._load, following)))
+                    waiting.append((size, pool.submit(self._read.__getitem__, following)))
                     waiting_bytes += size
-                    following = next(source, None)
+                    following = next(items, None)
                 size, future = waiting.popleft()
-                batch = future.result()
+                found = future.result()
                 waiting_bytes -= size
-                yield batch
+                yield found
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _load(self, row: Row) -> Batch:
-        return load_row(self._reader, self._samples, row, self._shape, self._pad_to)
+    def _in_workers(self, rows: Iterable[Row]) -> Generator[Batch | PlaneRow, None, None]:
+        # The rows are planned here and sent over: what a worker reads does not depend on how many
+        # there are, and the loader hands their results out in the order of the rows.
+        items = _items(rows, self._samples)
+        first = next(items, None)
+        if first is None:
+            return
+        fit = self._prefetch_bytes // max(1, self._read.num_bytes(first))
+        loader = DataLoader(
+            self._read,
+            batch_size=None,
+            sampler=_Once(first, items),
+            num_workers=self._workers,
+            prefetch_factor=int(np.clip(fit // self._workers, 1, 4)),
+            multiprocessing_context="spawn",
+            collate_fn=_as_it_is,
+            worker_init_fn=_one_thread,
+        )
+        found: Any = iter(loader)
+        try:
+            yield from found
+        finally:
+            # Without this, workers live on until the iterator is collected.
+            found._shutdown_workers()
 
-    def _bytes(self, row: Row) -> int:
-        """Memory of a row while it is read: the batch, and one sample decoded beside it."""
-        places = max(self._pad_to, sum(int(self._samples.tokens[m]) for m in row.members))
-        longest = max(int(self._samples.tokens[member]) for member in row.members)
-        return (places + longest) * self._shape.layers * self._shape.hidden_size * 2
+
+Item = tuple[Row, Samples]
+
+
+def _items(rows: Iterable[Row], samples: Samples) -> Iterator[Item]:
+    """Each row with the columns of its own samples, so that it can be read anywhere."""
+    for row in rows:
+        yield row, samples.take(np.array(row.members, np.int64))
+
+
+class _ReadRow(Dataset[Any]):
+    """Reads the row that it is asked for; goes to worker processes as it is."""
+
+    def __init__(
+        self, reader: SampleReader, shape: StatesShape, pad_to: int, *, planes: bool, pin: bool
+    ) -> None:
+        self._reader, self._shape, self._pad_to = reader, shape, pad_to
+        self._planes, self._pin = planes, pin
+
+    def __getitem__(self, item: Item) -> Batch | PlaneRow:
+        row, part = item
+        own = Row(members=tuple(range(len(row.members))), cursor=row.cursor)
+        if self._planes:
+            found: Batch | PlaneRow = read_row(
+                self._reader, part, own, self._shape, self._pad_to, pin=self._pin
+            )
+        else:
+            found = load_row(self._reader, part, own, self._shape, self._pad_to)
+        return found.of(row)
+
+    def num_bytes(self, item: Item) -> int:
+        """Memory of a row while it waits, and of one sample decoded beside it."""
+        tokens = item[1].tokens
+        places = max(self._pad_to, int(tokens.sum())) + int(tokens.max())
+        size = places * self._shape.layers * self._shape.hidden_size * 2
+        # Pinned memory comes in powers of two.
+        return 1 << (size - 1).bit_length() if self._pin else size
+
+
+class _Once:
+    """Rows for a `DataLoader`, which asks for them once."""
+
+    def __init__(self, first: Item, others: Iterator[Item]) -> None:
+        self._first, self._others = first, others
+
+    def __iter__(self) -> Iterator[Item]:
+        yield self._first
+        yield from self._others
+
+
+def _as_it_is(found: Any) -> Any:
+    return found
+
+
+def _one_thread(worker: int) -> None:
+    torch.set_num_threads(1)
+
+
+def _on_gpu(
+    source: Iterable[Batch | PlaneRow], device: torch.device
+) -> Generator[Batch, None, None]:
+    """Copy and merge rows on a stream of their own, while the model works on the rows before."""
+    stream = torch.cuda.Stream(device)
+    waiting: deque[tuple[Batch, torch.cuda.Event]] = deque()
+
+    def ready() -> Batch:
+        batch, event = waiting.popleft()
+        current = torch.cuda.current_stream(device)
+        current.wait_event(event)
+        for tensor in batch.tensors.values():
+            # Its memory is not given to the side stream again before the model is done with it.
+            tensor.record_stream(current)
+        return batch
+
+    for found in source:
+        with torch.cuda.stream(stream):
+            pinned = found.pinned()
+            moved = merge_row(pinned, device) if isinstance(pinned, PlaneRow) else pinned.to(device)
+            event = torch.cuda.Event()
+            event.record(stream)
+        waiting.append((moved, event))
+        if len(waiting) >= _DEVICE_ROWS:
+            yield ready()
+    while waiting:
+        yield ready()

@@ -1,42 +1,45 @@
 """The training loop: steps, validation, checkpoints, and going on where a run was killed.
 
-What is trained on and for how long was planned before (`plan`); the run's folder is `train`'s. A
-step consumes `rows_per_step` packed rows. Only consumed rows count: a checkpoint says which row
-comes next, whatever the loader had read ahead.
+What is trained on and for how long was planned before (`plan`), how a step runs on one or several
+devices is `engine`'s, the run's folder is `train`'s. A step consumes `rows_per_step` packed rows
+over all devices. Only consumed rows count: a checkpoint says which row comes next, whatever the
+loader had read ahead.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from draftmill.manifests import files
-from draftmill.manifests.errors import ConfigError, DraftmillError
+from draftmill.manifests.errors import DraftmillError
 from draftmill.trainer import checkpoint, data
 from draftmill.trainer.checkpoint import Position
+from draftmill.trainer.data import Cursor, Row
+from draftmill.trainer.devices import Group
+from draftmill.trainer.draft_forms import CONFIG_FILE
 from draftmill.trainer.draft_model import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
     DraftModel,
     Forward,
-    forward,
-    restore_trained_state,
     save_draft,
-    trained_state,
 )
-from draftmill.trainer.loader import Batch, RowLoader, SampleReader, StatesShape
-from draftmill.trainer.optim import apply_step, lr_at, make_optimizer
+from draftmill.trainer.engine import Engine
+from draftmill.trainer.loader import RowLoader
+from draftmill.trainer.optim import lr_at
 from draftmill.trainer.plan import Plan
+from draftmill.trainer.rows import Batch, SampleReader, StatesShape
 from draftmill.trainer.runlog import RunLog
 from draftmill.trainer.settings import TrainSettings
-from draftmill.trainer.validate import Averages, validate
+from draftmill.trainer.validate import Averages, shares, validate
+from draftmill.trainer.weight_files import WEIGHTS_FILE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +60,31 @@ class TrainProgress:
 OnTrainProgress = Callable[[TrainProgress], None]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Planned:
+    """What a step consumes over all devices: packed places, samples, and where the next begins."""
+
+    tokens: int
+    sample_ids: tuple[int, ...]
+    after: Cursor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """A step that was queued on the device and that nobody has looked at yet."""
+
+    step: int
+    lr: float
+    planned: _Planned
+    results: list[Forward]
+    norm: Tensor
+
+
 class Loop:
-    """A model on its way through a plan; starts where the newest checkpoint of `output` stands."""
+    """A model on its way through a plan; starts where the newest checkpoint of `output` stands.
+
+    With several processes each has one of these; the leading one writes.
+    """
 
     def __init__(
         self,
@@ -69,114 +95,147 @@ class Loop:
         reader: SampleReader,
         shape: StatesShape,
         output: Path,
+        group: Group | None = None,
     ) -> None:
         self.plan, self.settings, self.output = plan, settings, output
-        self.device = device_of(settings)
-        self.model = model.to(self.device)
-        self.optimizer = make_optimizer(self.model, settings)
+        self.group = group or Group()
+        self.engine = Engine(model, settings, self.group)
         self.position = Position()
         self.loss: float | None = None
         self._reader, self._shape = reader, shape
         self._every = settings.checkpoint_every or max(1, math.ceil(plan.steps / 10))
-        found = checkpoint.latest(output)
+        self._unsettled: list[_Step] = []
+        found = self.group.in_turn(lambda: checkpoint.latest(output))
         if found is not None:
             self.position, tensors = found
-            restore_trained_state(self.model, tensors["weights"])
-            self.optimizer.load_state_dict(tensors["optimizer"])
-            torch.set_rng_state(tensors["rng"])
-        self.log = RunLog(output / "log.jsonl", after_step=self.position.step)
+            self.engine.restore(tensors)
+        self.log: RunLog | None = None
+        if self.group.leads:
+            self.log = RunLog(
+                output / "log.jsonl",
+                after_step=self.position.step,
+                tensorboard=output / "tensorboard" if settings.tensorboard else None,
+            )
 
     def run(self, stop: Callable[[], bool], on_progress: OnTrainProgress | None = None) -> bool:
         """Train to the end of the plan and put the draft in place; True when `stop` came first.
 
-        Either way a checkpoint holds all that was done.
+        Either way a checkpoint holds all that was done. Progress is told after every step on a CPU,
+        and on a GPU, which must not be waited for too often, after those that are logged.
         """
         clock = time.monotonic() - self.position.seconds
         already, since = self.position.tokens, time.monotonic()
+        interrupted = False
+        planned: deque[_Planned] = deque()
+        with closing(self.loader(self.plan.train).batches(self._my_rows(planned))) as batches:
+            while self.position.step < self.plan.steps and not interrupted:
+                self._step(batches, planned)
+                self.position = replace(self.position, seconds=time.monotonic() - clock)
+                # Everybody asks, so that nobody stops alone.
+                asked = self.group.any(stop())
+                interrupted = asked and self.position.step < self.plan.steps
+                if not (interrupted or self._looked_at()):
+                    continue
+                done = self._settle()
+                if self._due():
+                    self._validate()
+                if self._due() or interrupted:
+                    self._save()
+                if on_progress is not None and self.group.leads:
+                    speed = (self.position.tokens - already) / (time.monotonic() - since)
+                    on_progress(self._progress(done, speed))
+        self._end(interrupted)
+        return interrupted
+
+    def _my_rows(self, planned: deque[_Planned]) -> Iterator[Row]:
+        """This process's rows from the position on; notes in `planned` what all of them consume."""
         rows = data.training_rows(
             self.plan.train,
             seed=self.settings.seed,
             room=self.settings.max_seq_len,
             start=self.position.cursor,
+            since=self.plan.since,
         )
-        interrupted = False
-        with closing(self._loader(self.plan.train).batches(rows)) as batches:
-            while self.position.step < self.plan.steps and not interrupted:
-                lr = lr_at(self.position.step, self.plan.steps, self.settings)
-                used = [next(batches) for _ in range(self.settings.rows_per_step)]
-                self._step(used, lr)
-                self.position = replace(self.position, seconds=time.monotonic() - clock)
-                interrupted = self.position.step < self.plan.steps and stop()
-                if self._due():
-                    self._validate()
-                if self._due() or interrupted:
-                    self._save()
-                if on_progress is not None:
-                    speed = (self.position.tokens - already) / (time.monotonic() - since)
-                    on_progress(self._progress(used, lr, speed))
-        if not interrupted:
-            best = self.position.best_step or self.position.step
-            checkpoint.publish(self.output, best, (WEIGHTS_FILE, CONFIG_FILE))
-        self.log.write("end", self.position.step, interrupted=interrupted)
-        return interrupted
+        for batch in data.step_rows(rows, self.settings.rows_per_step):
+            members = [member for row in batch for member in row.members]
+            planned.append(
+                _Planned(
+                    tokens=int(self.plan.train.tokens[members].sum()) - len(members),
+                    sample_ids=tuple(self.plan.train.id[members].tolist()),
+                    after=batch[-1].after,
+                )
+            )
+            yield from data.share(batch, self.group.rank, self.group.size)
+
+    def _step(self, batches: Iterator[Batch], planned: deque[_Planned]) -> None:
+        each = self.settings.rows_per_step // self.group.size
+        mine = [next(batches) for _ in range(each)]
+        lr = lr_at(self.position.step, self.plan.steps, self.settings)
+        results, norm = self.engine.step(mine, lr)
+        used = planned.popleft()
+        step = self.position.step + 1
+        self._unsettled.append(_Step(step=step, lr=lr, planned=used, results=results, norm=norm))
+        self.position = replace(
+            self.position, step=step, cursor=used.after, tokens=self.position.tokens + used.tokens
+        )
 
     def _due(self) -> bool:
         """Whether this step ends with a validation and a checkpoint."""
         return self.position.step % self._every == 0 or self.position.step == self.plan.steps
 
-    def _step(self, batches: list[Batch], lr: float) -> None:
+    def _logged(self) -> bool:
+        step = self.position.step
+        return step % self.settings.log_every == 0 or step in (1, self.plan.steps)
+
+    def _looked_at(self) -> bool:
+        return not self.group.on_gpu or self._logged() or self._due()
+
+    def _settle(self) -> _Step:
+        """Wait for the steps that were queued and look at them; returns the last.
+
+        Raises DraftmillError, in every process, where a loss was no number.
+        """
+        steps, self._unsettled = self._unsettled, []
+        losses = [(float(result.loss.detach()), step) for step in steps for result in step.results]
+        bad = [(loss, step) for loss, step in losses if not math.isfinite(loss)]
+        if self.group.any(bool(bad)):
+            if not bad:
+                raise DraftmillError("The loss of another process is no number; it says where.")
+            loss, step = bad[0]
+            raise DraftmillError(
+                f"The loss is {loss} at step {step.step}, samples "
+                f"{list(step.planned.sample_ids)}. Lower lr, or check these samples with "
+                "`draftmill verify`; the last checkpoint is whole."
+            )
+        last = steps[-1]
         averages = Averages()
-        for batch in batches:
-            result = self._forward(batch)
-            loss = float(result.loss.detach())
-            if not math.isfinite(loss):
-                raise DraftmillError(
-                    f"The loss is {loss} at step {self.position.step + 1}, samples "
-                    f"{list(batch.sample_ids)}. Lower lr, or check these samples with "
-                    "`draftmill verify`; the last checkpoint is whole."
-                )
-            (result.loss / len(batches)).backward()
+        for result in last.results:
             averages.add(result)
-        norm = apply_step(self.model, self.optimizer, lr, self.settings.clip_norm)
-        means = averages.means()
+        means = averages.means(self.group)
         self.loss = means["loss"]
-        tokens = sum(sum(batch.lengths) for batch in batches)
-        step = self.position.step + 1
-        self.position = replace(
-            self.position,
-            step=step,
-            cursor=batches[-1].row.after,
-            tokens=self.position.tokens + tokens,
-        )
-        if step % self.settings.log_every == 0 or step in (1, self.plan.steps):
-            self.log.write("train", step, lr=lr, grad_norm=norm, tokens=tokens, **means)
+        if self._logged() and self.log is not None:
+            self.log.write(
+                "train",
+                last.step,
+                lr=last.lr,
+                grad_norm=float(last.norm),
+                tokens=last.planned.tokens,
+                **means,
+            )
+        return last
 
-    def _forward(self, batch: Batch) -> Forward:
-        tensors = {
-            name: tensor.to(self.device, non_blocking=True)
-            for name, tensor in batch.tensors.items()
-        }
-        for name in ("hidden_states", "verifier_last_hidden_states"):
-            tensors[name] = tensors[name].float()
-        with self._arithmetic():
-            return forward(self.model, tensors, self.settings)
-
-    def _arithmetic(self) -> AbstractContextManager[Any]:
-        """Weights stay float32; on a GPU the large products are made in bfloat16."""
-        wanted = self.settings.precision
-        if wanted == "bf16" or (wanted == "auto" and self.device == "cuda"):
-            return torch.autocast(self.device, dtype=torch.bfloat16)
-        return nullcontext()
-
-    def _loader(self, samples: data.Samples) -> RowLoader:
+    def loader(self, samples: data.Samples) -> RowLoader:
+        """What brings rows of these samples to this process's device."""
         return RowLoader(
             self._reader,
             samples,
             self._shape,
             threads=self.settings.decode_threads,
+            workers=self.settings.decode_workers,
             prefetch_bytes=self.settings.prefetch_mb << 20,
             # A compiled model wants one shape; a CPU wants no empty places.
-            pad_to=self.settings.max_seq_len if self.device == "cuda" else 0,
+            pad_to=self.settings.max_seq_len if self.group.on_gpu else 0,
+            device=self.group.device,
         )
 
     def _validate(self) -> None:
@@ -187,43 +246,49 @@ class Loop:
         )
         if not rows:
             return
-        self.model.eval()
-        with closing(self._loader(self.plan.validation).batches(rows)) as batches:
-            result = validate(self._forward, batches)
-        self.model.train()
+        mine, count = shares(rows, self.group)
+        model = self.engine.model
+        model.eval()
+        with closing(self.loader(self.plan.validation).batches(mine)) as batches:
+            result = validate(self.engine.forward, batches, self.group, count)
+        model.train()
         self.position = self.position.validated(result)
-        self.log.write("validation", self.position.step, **result)
+        if self.log is not None:
+            self.log.write("validation", self.position.step, **result)
 
     def _save(self) -> None:
-        tensors = {
-            "weights": trained_state(self.model),
-            "optimizer": self.optimizer.state_dict(),
-            "rng": torch.get_rng_state(),
-        }
+        tensors = self.engine.state()
+        weights = self.engine.draft_weights()
+        self.group.in_turn(lambda: self._write(tensors, weights) if self.group.leads else None)
+
+    def _write(self, tensors: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        form = self.settings.checkpoint_format
         with files.disk_full_is_budget(self.output):
             checkpoint.save(
-                self.output, self.position, tensors, lambda folder: save_draft(self.model, folder)
+                self.output,
+                self.position,
+                tensors,
+                lambda folder: save_draft(self.engine.model, folder, form, weights),
             )
         checkpoint.prune(self.output, self.settings.keep_checkpoints, self.position.best_step)
 
-    def _progress(self, used: list[Batch], lr: float, speed: float) -> TrainProgress:
+    def _end(self, interrupted: bool) -> None:
+        if self.log is None:
+            return
+        if not interrupted:
+            best = self.position.best_step or self.position.step
+            checkpoint.publish(self.output, best, (WEIGHTS_FILE, CONFIG_FILE))
+        self.log.write("end", self.position.step, interrupted=interrupted)
+
+    def _progress(self, done: _Step, speed: float) -> TrainProgress:
         return TrainProgress(
             step=self.position.step,
             steps=self.plan.steps,
-            epoch=used[-1].row.cursor.epoch,
+            epoch=done.planned.after.epoch,
             loss=math.nan if self.loss is None else self.loss,
-            lr=lr,
+            lr=done.lr,
             tokens=self.position.tokens,
             tokens_per_s=speed,
-            sample_ids=tuple(sample for batch in used for sample in batch.sample_ids),
+            sample_ids=done.planned.sample_ids,
             validation=self.position.validation,
         )
-
-
-def device_of(settings: TrainSettings) -> str:
-    """cpu or cuda. Raises ConfigError when a GPU is asked for and there is none."""
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but torch sees no GPU. Use auto or cpu.")
-    if settings.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return settings.device

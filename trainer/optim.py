@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from draftmill.trainer.settings import TrainSettings
 
@@ -49,7 +51,7 @@ def make_optimizer(model: torch.nn.Module, settings: TrainSettings) -> torch.opt
 
 def apply_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, lr: float, clip_norm: float
-) -> float:
+) -> Tensor:
     """One optimizer step with the gradients that are there; returns their norm before clipping."""
     trained = [p for p in model.parameters() if p.requires_grad]
     norm = torch.nn.utils.clip_grad_norm_(trained, clip_norm or math.inf)
@@ -57,4 +59,4 @@ def apply_step(
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from draftmill.manifests import files
-from draftmill.manifests.errors import DamagedError, DatasetError, LockedError, SettingsMismatch
+from draftmill.manifests import files, lock
+from draftmill.manifests.errors import DamagedError, DatasetError, SettingsMismatch
 from draftmill.manifests.target import TargetModel
 from draftmill.trainer.settings import TrainSettings
 
@@ -23,35 +21,33 @@ def locked_run(output: Path) -> Iterator[None]:
     """Make the folder and hold its lock; the operating system gives it back whatever happens."""
     try:
         output.mkdir(parents=True, exist_ok=True)
-        fd = os.open(output / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise DatasetError(f"{output} cannot be written: {error.strerror}") from error
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
-            raise LockedError(
-                f"{output} is in use by process {owner or 'unknown'}. Wait until it ends, or "
-                "name another output folder.",
-                pid=int(owner) if owner.isdigit() else None,
-            ) from error
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    refusal = (
+        f"{output} is in use by process {{owner}}. Wait until it ends, or name another output "
+        "folder."
+    )
+    with lock.held(output / ".lock", refusal):
         yield
-    finally:
-        os.close(fd)
 
 
 def bind_run(
-    output: Path, settings: TrainSettings, target: TargetModel, target_layer_ids: Sequence[int]
+    output: Path,
+    settings: TrainSettings,
+    target: TargetModel,
+    target_layer_ids: Sequence[int],
+    finetuned_from: str | None,
 ) -> None:
-    """Write run.json for a new run; for one that is there, refuse settings that differ."""
+    """Write run.json for a new run; for one that is there, refuse settings that differ.
+
+    `finetuned_from` is the digest of the checkpoint that the run starts from.
+    """
     binding: dict[str, Any] = {
         "version": _VERSION,
         "target": target.name,
         "target_fingerprint": target.fingerprint(),
         "target_layer_ids": list(target_layer_ids),
+        "finetuned_from": finetuned_from,
         **settings.binding(),
     }
     path = output / "run.json"

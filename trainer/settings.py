@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+# speculators' own, and the flat one of class LlamaForCausalLMEagle3.
+DraftForm: TypeAlias = Literal["speculators", "flat"]
+
+
+def is_leader() -> bool:
+    """Whether this process speaks for its run, of those that `torchrun` may have started."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _key(default: Any, text: str, *, free: bool = False) -> Any:
@@ -61,8 +71,22 @@ class TrainSettings:
     decode_threads: int = _key(
         2, "Threads that read and decode samples ahead of need; 0 reads in line.", free=True
     )
+    decode_workers: int = _key(
+        0, "Processes that read and decode in place of threads; 0 for none.", free=True
+    )
     prefetch_mb: int = _key(1024, "Most megabytes of decoded samples that wait.", free=True)
+    fsdp: bool = _key(
+        False, "Share weights and optimizer between GPUs (FSDP2), in place of copies.", free=True
+    )
     device: str = _key("auto", "auto, cpu or cuda.", free=True)
+    checkpoint_format: Literal["speculators", "flat"] = _key(
+        "speculators",
+        "Form of the written draft: speculators, or flat as AQ-MedAI's. vLLM loads both.",
+        free=True,
+    )
+    tensorboard: bool = _key(
+        False, "Also write the log for TensorBoard, into tensorboard/ of the run.", free=True
+    )
     precision: str = _key(
         "auto", "Arithmetic: fp32, bf16 (float32 master weights), auto (bf16 on a GPU)."
     )
@@ -81,6 +105,7 @@ class TrainSettings:
             "keep_checkpoints": 1,
             "log_every": 1,
             "decode_threads": 0,
+            "decode_workers": 0,
             "prefetch_mb": 1,
         }
         for key, least in at_least.items():
@@ -107,6 +132,7 @@ class TrainSettings:
             "schedule": ("one-cycle", "cosine", "linear", "constant"),
             "loss": ("kl_div", "rkl", "jsd", "ce", "tv", "lk_hybrid"),
             "device": ("auto", "cpu", "cuda"),
+            "checkpoint_format": get_args(DraftForm),
             "precision": ("auto", "fp32", "bf16"),
         }
         for key, known in choices.items():
@@ -120,3 +146,24 @@ class TrainSettings:
             for item in dataclasses.fields(self)
             if not item.metadata["free"]
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finetune:
+    """The draft to go on from.
+
+    Its vocabulary is kept, unless `new_vocab` asks for one of the dataset's. `layer_ids` overrides
+    what its config says about layers, counted as in draftmill. `other_target` allows a draft that
+    was made for a target model of another name.
+    """
+
+    checkpoint: str | Path
+    new_vocab: bool = False
+    layer_ids: tuple[int, ...] | None = None
+    other_target: bool = False
+
+    @property
+    def name(self) -> str:
+        """How the draft is called: its name where it has one, else its folder's; no local path."""
+        path = Path(self.checkpoint)
+        return path.resolve().name if path.is_dir() else str(self.checkpoint)

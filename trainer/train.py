@@ -1,8 +1,8 @@
 """Trains a draft model from a dataset's shards: what the command line calls.
 
 Owns the run's folder: run.json (the settings it is bound to), plan.parquet, vocab/,
-log.jsonl, checkpoints/ and, once training is done, the draft itself at its top. The loop is
-`loop`'s.
+log.jsonl, checkpoints/ and, once training is done, the draft itself at its top with its model card
+and a plot. The loop is `loop`'s.
 """
 
 from __future__ import annotations
@@ -12,19 +12,29 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
 import torch
 
+from draftmill.manifests import files
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.errors import DatasetError
 from draftmill.manifests.reader import ShardReader
-from draftmill.manifests.target import TargetModel, check_target_layer_ids, extraction_layer_ids
+from draftmill.manifests.target import TargetModel, check_target_layer_ids
+from draftmill.trainer import checkpoint
+from draftmill.trainer.checkpoint import Position
+from draftmill.trainer.devices import joined
 from draftmill.trainer.draft_model import create_draft, save_draft
+from draftmill.trainer.finetune import OnNote, Start, open_checkpoint
 from draftmill.trainer.interrupt import interruptible
-from draftmill.trainer.loader import StatesShape
-from draftmill.trainer.loop import Loop, OnTrainProgress, device_of
-from draftmill.trainer.plan import Plan, load_plan, make_plan, save_plan
+from draftmill.trainer.loop import Loop, OnTrainProgress
+from draftmill.trainer.match import check_dataset
+from draftmill.trainer.model_card import CARD_FILE, TRAINING_PLOT, describe_data, model_card
+from draftmill.trainer.plan import Plan, load_plan, make_plan, next_epoch, save_plan
+from draftmill.trainer.plan import grow as grow_plan
+from draftmill.trainer.plots import plot_training
+from draftmill.trainer.rows import StatesShape
 from draftmill.trainer.run_folder import bind_run, locked_run
-from draftmill.trainer.settings import TrainSettings
+from draftmill.trainer.runlog import RunLog, read_log
+from draftmill.trainer.settings import Finetune, TrainSettings
 from draftmill.trainer.vocab import VocabMapping, load_mapping, make_vocab, save_mapping
 
 
@@ -62,36 +72,87 @@ def train(
     target: TargetModel,
     target_layer_ids: Sequence[int],
     output: Path,
+    finetune: Finetune | None = None,
+    grow: bool = False,
     on_progress: OnTrainProgress | None = None,
+    note: OnNote = lambda _: None,
 ) -> TrainReport:
     """Train a draft for `target` on what the dataset holds, or go on with the run in `output`.
+
+    With `finetune` it starts from that checkpoint. A run that goes on keeps to the samples that it
+    began with; with `grow` it takes in those added since, from its next epoch on. `note` is told
+    what a person should know. Under `torchrun` all processes call this and share the work.
 
     The first SIGINT or SIGTERM saves a checkpoint and returns with `interrupted` set. After a
     SIGKILL the run goes on from its last checkpoint: the same batches, and on a CPU the same
     losses, as without the interruption. A finished run returns at once.
 
     Raises SettingsMismatch when `output` holds a run with other settings, DatasetError when there
-    is nothing to train on or planned samples are gone, DamagedError when one cannot be read.
+    is nothing to train on or planned samples are gone, DamagedError when one cannot be read,
+    ConfigError when target, dataset and checkpoint do not belong together.
     """
     check_target_layer_ids(target_layer_ids, target.num_layers)
-    with locked_run(output), ExitStack() as stack:
-        plan = _bound_plan(dataset, settings, target, target_layer_ids, output)
-        vocab = _vocab(dataset, settings, target, output)
+    start = None
+    notes: list[str] = []
+
+    def tell(text: str) -> None:
+        notes.append(text)
+        note(text)
+
+    if finetune is not None:
+        start = open_checkpoint(
+            finetune, settings, target=target, target_layer_ids=target_layer_ids, note=tell
+        )
+        settings = start.settings
+    with joined(settings) as group, ExitStack() as stack:
+
+        def prepare() -> tuple[Plan, VocabMapping]:
+            if group.leads:
+                stack.enter_context(locked_run(output))
+            origin = None if start is None else start.digest
+            plan = _bound_plan(
+                dataset, settings, target, target_layer_ids, output, origin, grow and group.leads
+            )
+            return plan, _vocab(dataset, settings, target, output, start)
+
+        plan, vocab = group.in_turn(prepare)
         shards = stack.enter_context(closing(ShardReader(Path(dataset))))
-        _check_layers(shards, plan, target, target_layer_ids)
         loop = Loop(
-            create_draft(target, target_layer_ids, vocab, settings, device=device_of(settings)),
+            create_draft(target, target_layer_ids, vocab, settings, device=group.device)
+            if start is None
+            else start.draft(vocab, target, device=group.device, note=tell),
             plan,
             settings,
             reader=shards,
             shape=StatesShape(layers=len(target_layer_ids) + 1, hidden_size=target.hidden_size),
             output=output,
+            group=group,
         )
-        stack.callback(loop.log.close)
-        _log_start(loop, vocab)
+        if loop.log is not None:
+            stack.callback(loop.log.close)
+            _log_start(loop.log, loop, vocab, notes)
         stop = stack.enter_context(interruptible())
+        before = loop.position.step
         interrupted = loop.run(stop, on_progress)
-    position = loop.position
+        position = loop.position
+        # Not again for a finished run: its card may have measurements in it by now.
+        stale = position.step > before or not (output / CARD_FILE).exists()
+        if group.leads and stale and not interrupted:
+            plot_training(read_log(output / "log.jsonl"), output / TRAINING_PLOT)
+            card = model_card(
+                target=target,
+                target_layer_ids=target_layer_ids,
+                settings=settings,
+                plan=plan,
+                vocab=vocab,
+                data=describe_data(dataset, plan),
+                steps=position.step,
+                tokens=position.tokens,
+                best_step=position.best_step,
+                validation=position.best_validation,
+                finetuned_from=None if finetune is None else finetune.name,
+            )
+            files.write_atomic(output / CARD_FILE, card, "card")
     return TrainReport(
         output=output,
         step=position.step,
@@ -133,23 +194,44 @@ def _bound_plan(
     target: TargetModel,
     target_layer_ids: Sequence[int],
     output: Path,
+    finetuned_from: str | None,
+    grow: bool,
 ) -> Plan:
     """The run's plan. A new one is made before the folder is bound to it: a refusal leaves none."""
     # The database is closed again at once: while it is open, nobody can write the dataset.
     with Dataset.open(dataset).reader() as reader:
-        table = reader.extracted()
+        table = reader.trainable()
+        check_dataset(reader, table, target, target_layer_ids)
     path = output / "plan.parquet"
     if path.exists():
-        bind_run(output, settings, target, target_layer_ids)
-        return load_plan(path, table, settings.max_seq_len)
+        bind_run(output, settings, target, target_layer_ids, finetuned_from)
+        plan = load_plan(path, table, settings.max_seq_len)
+        return _grown(plan, table, settings, output) if grow else plan
     plan = make_plan(table, settings)
-    bind_run(output, settings, target, target_layer_ids)
+    bind_run(output, settings, target, target_layer_ids, finetuned_from)
     save_plan(plan, path)
     return plan
 
 
+def _grown(plan: Plan, table: pa.Table, settings: TrainSettings, output: Path) -> Plan:
+    """The plan with the samples that were added since, frozen again before any of them is used."""
+    found = checkpoint.latest(output)
+    position = Position() if found is None else found[0]
+    if position.step >= plan.steps:
+        return plan
+    epoch, row = next_epoch(plan, settings, position.cursor)
+    grown = grow_plan(plan, table, settings, epoch=epoch, row=row)
+    if grown is not plan:
+        save_plan(grown, output / "plan.parquet")
+    return grown
+
+
 def _vocab(
-    dataset: Path, settings: TrainSettings, target: TargetModel, output: Path
+    dataset: Path,
+    settings: TrainSettings,
+    target: TargetModel,
+    output: Path,
+    start: Start | None,
 ) -> VocabMapping:
     """The run's own copy of its mapping: the dataset may grow and get another one."""
     # Not beside the draft: vLLM loads every safetensors file that lies there.
@@ -157,28 +239,17 @@ def _vocab(
     path.parent.mkdir(exist_ok=True)
     found = load_mapping(path, target.vocab_size)
     if found is None or found.size != settings.draft_vocab_size:
-        found = make_vocab(dataset, settings.draft_vocab_size, target=target)
+        if start is None:
+            found = make_vocab(dataset, settings.draft_vocab_size, target=target)
+        else:
+            found = start.vocabulary(dataset, target)
         save_mapping(found, path)
     return found
 
 
-def _check_layers(
-    shards: ShardReader, plan: Plan, target: TargetModel, target_layer_ids: Sequence[int]
-) -> None:
-    """The layers that the hidden states say they are must be those that the draft is told."""
-    content = shards.header("extract", plan.train.states_location(0)).content
-    stored = tuple(content.get("layer_ids") or ())
-    wanted = extraction_layer_ids(target_layer_ids, target.num_layers)
-    if stored and stored != wanted:
-        raise DatasetError(
-            f"The hidden states are of layers {list(stored)}, the draft is to use {list(wanted)} "
-            "(the last is the model's output). Extract again, or set target_layer_ids alike."
-        )
-
-
-def _log_start(loop: Loop, vocab: VocabMapping) -> None:
+def _log_start(log: RunLog, loop: Loop, vocab: VocabMapping, notes: Sequence[str]) -> None:
     plan = loop.plan
-    loop.log.write(
+    log.write(
         "start",
         loop.position.step,
         steps=plan.steps,
@@ -191,6 +262,8 @@ def _log_start(loop: Loop, vocab: VocabMapping) -> None:
         nothing_supervised=plan.nothing_supervised,
         draft_vocab_size=vocab.size,
         coverage=vocab.coverage,
-        device=loop.device,
+        device=loop.group.device,
+        processes=loop.group.size,
+        notes=notes,
         torch=torch.__version__,
     )

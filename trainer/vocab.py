@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ from draftmill.trainer import data
 from draftmill.trainer.data import Samples
 
 if TYPE_CHECKING:
-    from draftmill.trainer.loader import SampleReader  # brings torch, which is not needed here
+    from draftmill.trainer.rows import SampleReader  # brings torch, which is not needed here
 
 _NO_CUT = 2**31 - 1
 
@@ -132,27 +133,14 @@ def make_vocab(
     Stored in DATASET/vocab; a dataset that cannot be written (read-only mounts) is no error.
     Raises DatasetError when nothing is extracted, ConfigError when the size does not fit.
     """
-    opened = Dataset.open(dataset)
-    with opened.reader() as reader:
-        table = reader.extracted()
-    samples = data.select(table, _NO_CUT).samples
-    if len(samples) == 0:
-        raise DatasetError(
-            f"{dataset} has no sample with hidden states that supervises anything. "
-            f"Run `draftmill build {dataset}` first."
-        )
+    opened, samples = _trainable(dataset)
     fingerprint = data.fingerprint(samples)
     path = mapping_path(opened.vocab_dir, size, fingerprint)
     found = load_mapping(path, target.vocab_size)
-    if found is not None:
+    # The name alone is not believed: a file may have been copied from another dataset.
+    if found is not None and (found.size, found.fingerprint) == (size, fingerprint):
         return found
-    shards = ShardReader(opened.path)
-    try:
-        supervised, prompts = count_tokens(
-            shards, samples, target.vocab_size, threads=threads, on_progress=on_progress
-        )
-    finally:
-        shards.close()
+    supervised, prompts = _count(opened, samples, target, threads, on_progress)
     mapping = build_mapping(supervised, prompts, size, fingerprint)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -163,6 +151,48 @@ def make_vocab(
         if error.errno != errno.EROFS:
             raise
     return mapping
+
+
+def keep_vocab(
+    dataset: Path, target_ids: NDArray[np.int64], *, target: TargetModel, threads: int = 2
+) -> VocabMapping:
+    """A draft's own vocabulary (rising target ids) with the counts of this dataset."""
+    opened, samples = _trainable(dataset)
+    supervised, _ = _count(opened, samples, target, threads, None)
+    t2d = np.zeros(target.vocab_size, np.bool_)
+    t2d[target_ids] = True
+    return VocabMapping(
+        d2t=target_ids - np.arange(len(target_ids), dtype=np.int64),
+        t2d=t2d,
+        counts=supervised,
+        fingerprint=data.fingerprint(samples),
+    )
+
+
+def _trainable(dataset: Path) -> tuple[Dataset, Samples]:
+    opened = Dataset.open(dataset)
+    with opened.reader() as reader:
+        table = reader.trainable()
+    samples = data.select(table, _NO_CUT).samples
+    if len(samples) == 0:
+        raise DatasetError(
+            f"{dataset} has no sample with hidden states that supervises anything. "
+            f"Run `draftmill build {dataset}` first."
+        )
+    return opened, samples
+
+
+def _count(
+    dataset: Dataset,
+    samples: Samples,
+    target: TargetModel,
+    threads: int,
+    on_progress: Callable[[int, int], None] | None,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    with closing(ShardReader(dataset.path)) as shards:
+        return count_tokens(
+            shards, samples, target.vocab_size, threads=threads, on_progress=on_progress
+        )
 
 
 def mapping_path(folder: Path, size: int, fingerprint: str) -> Path:

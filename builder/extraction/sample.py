@@ -13,8 +13,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
 from draftmill.builder.budget import Budget, Reservation
-from draftmill.builder.extraction.intake import Layers, LengthMismatchError, take_in
+from draftmill.builder.extraction.intake import Layers, LengthMismatchError, Rooms, take_in
 from draftmill.builder.extraction.leftovers import Leftovers
+from draftmill.builder.extraction.precision import Precision
 from draftmill.builder.extraction.servers import ExtractServer, ExtractServers
 from draftmill.builder.extraction.settings import ExtractSettings
 from draftmill.builder.extraction.staging import LockHeldError, Staging
@@ -34,6 +35,7 @@ from draftmill.manifests.errors import (
     TimedOutError,
     TransientError,
     UnreachableError,
+    WrongStatesError,
 )
 from draftmill.manifests.types import (
     Attempt,
@@ -49,9 +51,10 @@ _FREE_MOVES = 5
 _RECORD_BYTES = 4096
 _BLOCK_ENTRY_BYTES = 256
 # Header, lock and the file system's pages of one staged file.
-_STAGED_BYTES = 64 << 10
+STAGED_BYTES = 64 << 10
 
 Deliver = Callable[[Result, int, Callable[[], None] | None], Awaitable[None]]
+BeforeSample = Callable[[ExtractServer, TokenIds], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -82,7 +85,9 @@ class SampleRunner:
         threads: Executor,
         num_threads: int,
         deliver: Deliver,
+        before_sample: BeforeSample,
         on_wait: Callable[[], None],
+        precision: Precision | None = None,
     ) -> None:
         self.servers = servers
         self.staging = staging
@@ -93,7 +98,10 @@ class SampleRunner:
         self.threads = threads
         self.deliver = deliver
         self.on_wait = on_wait
+        self.before_sample = before_sample
         self.numbers = itertools.count(1)
+        self.rooms = Rooms()
+        self.precision = precision
         # Also held while a payload waits to be committed: so few are in memory.
         self.encoding = asyncio.Semaphore(num_threads + 1)
         self.retries = RetryBudget()
@@ -182,6 +190,8 @@ class _Sample:
             self.tries += 1
             try:
                 await self._try(server)
+            except WrongStatesError:
+                raise
             except (UnreachableError, ServerError) as error:
                 runner.servers.lost(server, error)
                 self.moves += 1
@@ -197,6 +207,7 @@ class _Sample:
         request_id = runner.staging.request_id(self.sample.id, next(runner.numbers))
         has_slot = True
         try:
+            await runner.before_sample(server, self.ids)
             reservation = await self._reserve(request_id)
             runner.leftovers.live.add(request_id)
             name: str | None = None
@@ -226,7 +237,7 @@ class _Sample:
         return await runner.budget.reserve(
             request_id,
             stored_bytes=stored + self._overhead(),
-            staged_bytes=layers.raw_bytes(num_tokens) + 8 * num_tokens + _STAGED_BYTES,
+            staged_bytes=layers.raw_bytes(num_tokens) + 8 * num_tokens + STAGED_BYTES,
             on_wait=runner.on_wait,
         )
 
@@ -248,7 +259,7 @@ class _Sample:
     async def _take_in(self, name: str, request_id: str, reservation: Reservation) -> None:
         runner = self.runner
         async with runner.encoding:
-            payload, warning = await asyncio.get_running_loop().run_in_executor(
+            taken = await asyncio.get_running_loop().run_in_executor(
                 runner.threads,
                 take_in,
                 runner.staging,
@@ -257,16 +268,19 @@ class _Sample:
                 runner.layers,
                 runner.settings.codec,
                 self.sample.digest,
+                runner.rooms,
+                runner.precision,
             )
-            size = sum(map(len, payload.blocks))
+            size = sum(map(len, taken.payload.blocks))
 
             def committed() -> None:
+                runner.rooms.give_back(taken.rooms)
                 runner.staging.remove(name)
                 runner.leftovers.live.discard(request_id)
                 reservation.stored(size + self._overhead())
                 reservation.release()
 
-            await runner.deliver(self._extracted(payload, warning), size, committed)
+            await runner.deliver(self._extracted(taken.payload, taken.warning), size, committed)
         runner.retries.succeeded()
 
     def _discard(self, name: str | None, request_id: str, reservation: Reservation) -> None:

@@ -41,6 +41,9 @@ class ExtractServer:
         self.reason = ""
         self.requests = 0
         self.tokens = 0
+        # Whether the canary has looked at it since it was last away, and samples sent since then.
+        self.trusted = False
+        self.since_canary = 0
         self._timeout_s = timeout_s
         self._seconds_per_token = 0.0
 
@@ -173,6 +176,7 @@ class ExtractServers:
             self._freed.set()
             return
         server.state = "down"
+        server.trusted = False  # what comes back may have been started anew
         self._note(f"{server.name}: waiting for the server: {error}")
         probe = asyncio.create_task(self._probe(server))
         self._probes.add(probe)

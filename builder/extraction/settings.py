@@ -61,6 +61,24 @@ class ExtractSettings:
     stop_grace_s: float = _setting(
         5.0, "After the first Ctrl-C, wait so long for samples that are about to arrive."
     )
+    canary: bool = _setting(
+        True,
+        "Whether hidden states are compared with what the server says of the same tokens, through "
+        "the target's own weights, before the first sample and every `canary_every` ones.",
+    )
+    canary_every: int = _setting(
+        1000, "Samples of one server from one look of the canary to the next. 0: only the first."
+    )
+    canary_memory: str = _setting(
+        "8GiB",
+        "Memory for comparing the layers with transformers once per server: the first layers of "
+        "the target, as many as fit. 0: compare none.",
+    )
+    canary_tolerance: float = _setting(
+        0.0,
+        "Mean difference of log-probabilities, in nats, that is no fault. 0: what rounding to "
+        "bf16 explains; raise it for servers with a quantised lm_head.",
+    )
     orphan_age_s: float = _setting(
         600.0, "A staged file that nobody waits for is deleted at this age even while it is locked."
     )
@@ -83,6 +101,8 @@ class ExtractSettings:
             "retry_max_s",
             "stop_after_bad",
             "stop_grace_s",
+            "canary_every",
+            "canary_tolerance",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: must not be negative, not {getattr(self, name)}")
@@ -92,15 +112,21 @@ class ExtractSettings:
             parse_codec(self.codec)
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        try:
-            parse_size(self.staging_size)
-        except ValueError as error:
-            raise ValueError(f"staging_size: {error}") from error
+        for name in ("staging_size", "canary_memory"):
+            try:
+                parse_size(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
 
     @property
     def staging_bytes(self) -> int:
         """`staging_size` in bytes."""
         return parse_size(self.staging_size)
+
+    @property
+    def canary_memory_bytes(self) -> int:
+        """`canary_memory` in bytes."""
+        return parse_size(self.canary_memory)
 
     def fingerprint(self, model: str, layer_ids: Sequence[int], hidden_size: int) -> dict[str, Any]:
         """What makes the hidden states of two samples the same kind of thing."""

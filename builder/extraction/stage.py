@@ -19,17 +19,23 @@ from typing import Any, Protocol
 
 from draftmill.builder.budget import Budget
 from draftmill.builder.commit import Committer
+from draftmill.builder.extraction.canary import Canary
+from draftmill.builder.extraction.held_back import BAD, HeldBack
 from draftmill.builder.extraction.intake import Layers
 from draftmill.builder.extraction.leftovers import Leftovers
+from draftmill.builder.extraction.precision import Precision
 from draftmill.builder.extraction.sample import SampleRunner
 from draftmill.builder.extraction.servers import ExtractServers
 from draftmill.builder.extraction.settings import ExtractSettings
 from draftmill.builder.extraction.staging import Staging
+from draftmill.builder.extraction.watch import CanaryWatch
 from draftmill.builder.progress import OnProgress, Progress, RateMeter, StageReport
 from draftmill.builder.requests.client import TargetClient
 from draftmill.builder.stop import StopSignals
+from draftmill.manifests.codec_error import ErrorSums
 from draftmill.manifests.errors import BudgetError, ServerError
 from draftmill.manifests.layout import Layout
+from draftmill.manifests.target import TargetModel
 from draftmill.manifests.types import GeneratedSample, Result, State
 
 __all__ = ["ExtractSettings", "ExtractWriter", "Layers", "extract"]
@@ -40,7 +46,6 @@ PAGE_ROWS = 64
 SHOW_S = 2.0
 # How long the last files of requests that were given up are waited for.
 LAST_SWEEP_S = 3.0
-_BAD = ("rejected", "failed", "timed_out")
 
 
 class ExtractWriter(Protocol):
@@ -53,6 +58,7 @@ class ExtractWriter(Protocol):
     def commit(self, results: Sequence[Result]) -> None: ...
     def publish(self, *, running: Mapping[str, Any] | None = None) -> None: ...
     def check_fingerprint(self, stage: str, values: Mapping[str, Any]) -> None: ...
+    def add_codec_error(self, codec: str, found: ErrorSums) -> None: ...
 
 
 async def extract(
@@ -65,17 +71,22 @@ async def extract(
     staging: Path,
     budget: Budget,
     on_progress: OnProgress | None = None,
+    target: TargetModel | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> StageReport:
     """Extracts until no row is `generated`, the budget is full, a signal comes or nothing helps.
 
-    `layers` are those that the server was started with, the last one included. Raises ServerError,
-    SettingsMismatch or ConfigError before the first request when servers, settings or the staging
-    folder do not fit. A first SIGINT or SIGTERM keeps what arrives within a short grace, a second
-    ends at once. Rows in flight stay `generated`.
+    `layers` are those that the server was started with, the last one included. With `target`, where
+    its weights are at hand, the canary compares and a lossy codec is measured; `say` gets the
+    canary's findings. Raises ServerError, SettingsMismatch or ConfigError before the first request
+    when servers, settings, weights or the staging folder do not fit. A first SIGINT or SIGTERM
+    keeps what arrives within a short grace, a second ends at once. Rows in flight stay `generated`.
     """
     begun = time.monotonic()
     with StopSignals() as signals:
-        stage = _Stage(writer, settings, layers, budget, on_progress)
+        canary = Canary(target, layers, settings, say or log.warning)
+        precision = Precision(settings.codec, layers.layer_ids, target)
+        stage = _Stage(writer, settings, canary, budget, on_progress, precision)
         try:
             await stage.run(urls, model, staging, signals)
         except asyncio.CancelledError:
@@ -93,23 +104,25 @@ class _Stage:
         self,
         writer: ExtractWriter,
         settings: ExtractSettings,
-        layers: Layers,
+        canary: Canary,
         budget: Budget,
         on_progress: OnProgress | None,
+        precision: Precision,
     ) -> None:
         self.report = StageReport(stage="extract")
         self._writer = writer
         self._settings = settings
-        self._layers = layers
+        self._canary, self._layers = canary, canary.layers
         self._budget = budget
         self._on_progress = on_progress
+        self._precision = precision
         self._progress = Progress(stage="extract", budget_bytes=budget.limit_bytes)
         self._committer = Committer(_Publisher(self), on_committed=self._committed)
         self._jobs: set[asyncio.Task[None]] = set()
         self._halted = asyncio.Event()
         self._error: BaseException | None = None
         self._rates = RateMeter()
-        self._bad_in_a_row: list[Result] = []
+        self._held_back = HeldBack(settings.stop_after_bad)
         if budget.staging_limit_bytes is None:
             budget.staging_limit_bytes = settings.staging_bytes
 
@@ -137,6 +150,17 @@ class _Stage:
             )
             # What a run that died has left is nobody's; it must not count against this one.
             leftovers.sweep()
+            watch = CanaryWatch(
+                self._canary,
+                settings=settings,
+                staging=staging,
+                leftovers=leftovers,
+                budget=self._budget,
+                on_wait=self._committer.kick,
+                halt=self._halt,
+                note=self._note,
+            )
+            stack.push_async_callback(watch.aclose)
             runner = SampleRunner(
                 servers=servers,
                 staging=staging,
@@ -147,10 +171,14 @@ class _Stage:
                 threads=threads,
                 num_threads=num_threads,
                 deliver=self._deliver,
+                before_sample=watch.before_sample,
                 on_wait=self._committer.kick,
+                precision=self._precision,
             )
             try:
                 await self._commit_all(runner, served, signals)
+                if self.report.stopped is None and not self.report.interrupted:
+                    await watch.finish()
             except BudgetError as error:
                 self._over_budget(error)
             finally:
@@ -250,31 +278,19 @@ class _Stage:
     async def _deliver(
         self, result: Result, payload_bytes: int, then: Callable[[], None] | None
     ) -> None:
-        """To the committer; but what is bad is held back until something good comes after it.
-
-        A server with the wrong layers, a broken kernel or a dead engine must not turn every row
-        into a rejected one: after so many in a row the run stops and these rows stay as they are.
-        """
-        attempt = result.attempt
-        about_server = attempt.endpoint is not None and attempt.outcome in _BAD
-        if about_server and self._settings.stop_after_bad:
-            self._bad_in_a_row.append(result)
-            if len(self._bad_in_a_row) >= self._settings.stop_after_bad:
-                self._halt(
-                    f"{len(self._bad_in_a_row)} samples in a row were bad, the last one: "
-                    f"{attempt.error}. Their rows were not changed; correct the server and run "
-                    "again (extract.stop_after_bad sets the number)."
-                )
+        """To the committer; but what is bad is held back until something good comes after it."""
+        if self._held_back.takes(result):
+            if (reason := self._held_back.reason) is not None:
+                self._halt(reason)
             return
-        if attempt.outcome == "extracted":
+        if result.attempt.outcome == "extracted":
             await self._release_bad()
         await self._committer.put(result, payload_bytes=payload_bytes, then=then)
         if self._budget.is_awaited:
             self._committer.kick()
 
     async def _release_bad(self) -> None:
-        held, self._bad_in_a_row = self._bad_in_a_row, []
-        for result in held:
+        for result in self._held_back.release():
             await self._committer.put(result)
 
     def _halt(self, reason: str) -> None:
@@ -309,7 +325,7 @@ class _Stage:
         outcomes, progress = self.report.outcomes, self._progress
         progress.timed_out = outcomes["timed_out"]
         progress.failed, progress.rejected = outcomes["failed"], outcomes["rejected"]
-        progress.done = outcomes["extracted"] + sum(outcomes[each] for each in _BAD)
+        progress.done = outcomes["extracted"] + sum(outcomes[each] for each in BAD)
         progress.in_flight = len(self._jobs)
         progress.tokens = self.report.tokens
         progress.used_bytes = self._budget.used_bytes
@@ -332,6 +348,9 @@ class _Publisher:
 
     def commit(self, results: Sequence[Result], /) -> None:
         self._stage._writer.commit(results)
+        found = self._stage._precision.take()
+        if found is not None:
+            self._stage._writer.add_codec_error(self._stage._precision.codec, found)
 
     def publish(self) -> None:
         self._stage._writer.publish(running=asdict(self._stage._progress))

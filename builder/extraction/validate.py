@@ -19,8 +19,8 @@ from draftmill.manifests.types import StatesTLH, TokenIds
 
 _MAGNITUDE = np.uint16(0x7FFF)
 _INFINITY = 0x7F80
-# Blocks that stay in the second-level cache while they are read several times.
-_BLOCK_WORDS = 1 << 17
+# Blocks that stay in the second-level cache while they are read twice.
+_BLOCK_WORDS = 1 << 18
 _SAMPLED_CHANNELS = 8
 # A row whose largest value is this many times the layer's median is an outlier. Massive
 # activations are normal at a few positions (the first token, delimiters), so only many are odd.
@@ -87,7 +87,7 @@ class StatesCheck:
             np.max(work, axis=2, out=peaks_TL[begin : begin + self._step])
             if int(peaks_TL[begin : begin + self._step].max()) >= _INFINITY:
                 self._raise_not_finite(block_TLH, start + begin)
-        self._check_flat(states_TLH, peaks_TL, start)
+            self._check_flat(block_TLH, peaks_TL[begin : begin + self._step], start + begin)
         self._check_changing(states_TLH)
         self._done += count
 
@@ -116,19 +116,23 @@ class StatesCheck:
             position=start + t,
         )
 
-    def _check_flat(self, states_TLH: StatesTLH, peaks_TL: StatesTLH, start: int) -> None:
-        """Nothing, or one value in all channels, at a position. Few channels tell where to look."""
+    def _check_flat(self, block_TLH: StatesTLH, peaks_TL: StatesTLH, start: int) -> None:
+        """Nothing, or one value in all channels, at a position. A few tell where to look."""
         # An embedding of zeros is what padding tokens have in many models.
-        zero_TL = (peaks_TL == 0) & self._not_embeddings_L
-        sampled = states_TLH[:, :, :_SAMPLED_CHANNELS]
-        alike_TL = (sampled == sampled[:, :, :1]).all(axis=2) & (peaks_TL != 0)
-        for t, layer in np.argwhere(alike_TL | zero_TL):
-            row = states_TLH[t, layer]
-            if zero_TL[t, layer] or ((row == row[0]).all() and len(row) > 1):
-                what = "zero" if zero_TL[t, layer] else "the same in all channels"
-                position = start + int(t)
-                layer_id = self._layer_ids[layer]
-                raise RejectedError(f"the states are {what}", layer=layer_id, position=position)
+        flat_TL = (peaks_TL == 0) & self._not_embeddings_L
+        hidden = block_TLH.shape[2]
+        if hidden > 1:
+            alike_TL = peaks_TL != 0
+            for channel in (1, hidden // 3, hidden // 2, hidden - 1):
+                alike_TL &= block_TLH[:, :, channel] == block_TLH[:, :, 0]
+            if alike_TL.any():
+                rows = block_TLH[alike_TL]
+                flat_TL[alike_TL] |= (rows == rows[:, :1]).all(axis=1)
+        if flat_TL.any():
+            t, layer = (int(each) for each in np.argwhere(flat_TL)[0])
+            what = "the same in all channels" if peaks_TL[t, layer] else "zero"
+            layer_id = self._layer_ids[layer]
+            raise RejectedError(f"the states are {what}", layer=layer_id, position=start + t)
 
     def _check_changing(self, states_TLH: StatesTLH) -> None:
         """Notes which layers differ anywhere from their first position."""

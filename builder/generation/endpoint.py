@@ -25,6 +25,7 @@ from draftmill.builder.requests.failures import (
     ServerFailedError,
 )
 from draftmill.builder.requests.metrics import ServerLoad
+from draftmill.builder.requests.prefill import given_completion
 from draftmill.manifests.errors import (
     PermanentError,
     RequestError,
@@ -41,6 +42,7 @@ RECOVERY_BASE_S = 0.5
 RECOVERY_MAX_S = 30.0
 MOVE_AFTER_S = 60.0
 HEALTH_FRESH_S = 0.2
+TOKENIZERS = 16  # a server tokenises on few threads; more calls at once only wait there
 
 Log = Callable[["Endpoint", str], None]
 
@@ -100,6 +102,8 @@ class Endpoint:
         self.progress_s = active.seconds  # when something last showed that the server works
         self.taken = 0  # requests, and tokens they may take, that `pool` sent or will send
         self.taken_tokens = 0
+        self.tokenizing = 0  # requests of `taken` for which nothing is generated
+        self._tokenizers = asyncio.Semaphore(TOKENIZERS)
         self.max_in_flight_tokens: int | None = None
         self.flights: set[Flight] = set()
         self.since = Tally()
@@ -189,6 +193,23 @@ class Endpoint:
             self.flights.discard(flight)
         self._succeeded(flight, len(completion.completion_token_ids))
         return completion, deadline.seconds(self.pace)
+
+    async def tokenized(self, conversation: str, after: Sequence[int]) -> Completion:
+        """The last message of a conversation as this server tokenises it; nothing is generated.
+
+        Short calls with a time limit of their own: deadlines and the watchdog do not see them.
+        """
+        self.tokenizing += 1
+        try:
+            async with self._tokenizers:
+                completion = await given_completion(conversation, self.client, after)
+        except TransientError as error:
+            await self._failed(error)
+            raise
+        finally:
+            self.tokenizing -= 1
+        self._outcomes.append(True)
+        return completion
 
     def _succeeded(self, flight: Flight, tokens: int) -> None:
         self._outcomes.append(True)

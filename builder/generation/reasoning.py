@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from draftmill.manifests.types import Result
+from draftmill.manifests.types import GIVEN, Result
 
 T = TypeVar("T")
 
@@ -24,8 +24,8 @@ class ReasoningGuard(Generic[T]):
 
     def holds_back(self, result: Result, mine: T) -> bool:
         """Whether the result must wait for `release`."""
-        if self.seen:
-            return False
+        if self.seen or result.attempt.finish_reason == GIVEN:
+            return False  # an answer that came with its prompt tells nothing about a parser
         if result.attempt.error_class == "no_reasoning":
             self._held.append((result, mine))
             return True

@@ -13,7 +13,12 @@ from draftmill.builder.generation import gates
 from draftmill.builder.generation.endpoint import Endpoint
 from draftmill.builder.generation.gates import Rejection, UserGate
 from draftmill.builder.generation.pool import Pool
-from draftmill.builder.generation.room import LengthEstimate, OverLength, max_tokens_for
+from draftmill.builder.generation.room import (
+    LengthEstimate,
+    OverLength,
+    max_tokens_for,
+    most_stored_bytes,
+)
 from draftmill.builder.generation.settings import GenerateSettings
 from draftmill.builder.requests.client import retried
 from draftmill.builder.requests.retry_policy import RetryBudget, RetryPolicy
@@ -52,6 +57,7 @@ class RowRunner:
         user_gate: UserGate | None,
         put: Callable[[Result], Awaitable[None]],
     ) -> None:
+        self.after_turn: list[int] = []  # what the template writes behind an answer
         self.lengths = LengthEstimate(settings.max_completion_tokens)
         self._pool = pool
         self._settings = settings
@@ -62,6 +68,17 @@ class RowRunner:
         self._policy = RetryPolicy(
             tries=settings.tries, base_s=settings.retry_base_s, max_s=settings.retry_max_s
         )
+
+    def tokens(self, row: PendingPrompt) -> int:
+        """Tokens that the row is expected to take on a server; 0 when nothing is generated."""
+        return 0 if row.off_policy else self.lengths.tokens(row.conversation)
+
+    def most_bytes(self, row: PendingPrompt) -> int:
+        """Bytes that the row's record may take at most."""
+        limit = self._settings.max_completion_tokens
+        # a given answer is part of the conversation: its ids are counted there, its text is not
+        answer = len(row.conversation.encode()) if row.off_policy else limit
+        return most_stored_bytes(row.conversation, answer)
 
     async def run(self, row: PendingPrompt, slot: Endpoint, tokens: int, patience: float) -> Result:
         """The row's result. `slot` is taken already and given back here; so are later ones."""
@@ -87,7 +104,8 @@ class _Row:
         except OverLength as error:
             return self._rejected(error.rejection, None)
         except RejectedError as error:
-            return self._rejected(Rejection("rebuilt_ids", error.reason), None)
+            gate = "template" if self.row.off_policy else "rebuilt_ids"
+            return self._rejected(Rejection(gate, error.reason), None)
         except TimedOutError as error:
             return self._attempt("timed_out", error)
         except (TransientError, PermanentError) as error:
@@ -96,7 +114,8 @@ class _Row:
             if self.slot is not None:  # cancelled between two tries
                 self._give_back(self.slot)
         self.runner._budget.succeeded()
-        self.runner.lengths.completed(self.row.conversation, completion)
+        if not self.row.off_policy:
+            self.runner.lengths.completed(self.row.conversation, completion)
         return self._judged(completion)
 
     async def _once(self) -> Completion:
@@ -130,6 +149,8 @@ class _Row:
     async def _ask(self, endpoint: Endpoint) -> Completion:
         settings = self.runner._settings
         conversation = self.row.conversation
+        if self.row.off_policy:
+            return await endpoint.tokenized(conversation, self.runner.after_turn)
         exact = False
         while True:
             max_tokens = await max_tokens_for(
@@ -163,7 +184,8 @@ class _Row:
             min_tokens=settings.min_completion_tokens,
             keep_truncated=settings.truncated == "keep",
             max_repetition=settings.max_repetition,
-            reasoning_required=settings.reasoning == "required",
+            # it shows whether a server's parser works; answers of others are what they are
+            reasoning_required=settings.reasoning == "required" and not self.row.off_policy,
         )
         if rejection is None and self.runner._user_gate is not None:
             rejection = gates.ask_gate(self.runner._user_gate, completion, self.row)

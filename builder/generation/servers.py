@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import xxhash
 
 from draftmill.builder.requests.client import TargetClient
+from draftmill.builder.requests.prefill import after_turn
 from draftmill.builder.requests.urls import split_url
 from draftmill.manifests.errors import PermanentError, ServerError, TransientError, UsageError
 
@@ -30,6 +31,15 @@ class Servers:
         """The probe's prompt token ids in a form that a person can compare."""
         digest = xxhash.xxh3_64_hexdigest(",".join(map(str, self.probe_ids)).encode())
         return f"{len(self.probe_ids)} tokens, {digest}"
+
+    async def after_turn(self) -> list[int]:
+        """What the template writes behind an answer; checks that the servers tokenise alike."""
+        here = [each for each in self.clients if each.url not in self.away]
+        try:
+            found = await asyncio.gather(*(after_turn(each, self.probe_ids) for each in here))
+        except (TransientError, PermanentError) as error:
+            raise ServerError(f"the probe conversation cannot be tokenised: {error}") from error
+        return found[0]
 
 
 async def open_servers(urls: Sequence[str], model: str | None, probe_s: float) -> Servers:

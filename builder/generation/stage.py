@@ -22,7 +22,7 @@ from draftmill.builder.generation.endpoint import Endpoint, Patience
 from draftmill.builder.generation.gates import UserGate
 from draftmill.builder.generation.pool import Pool
 from draftmill.builder.generation.reasoning import ReasoningGuard
-from draftmill.builder.generation.room import BYTES_PER_TOKEN, most_stored_bytes
+from draftmill.builder.generation.room import BYTES_PER_TOKEN
 from draftmill.builder.generation.row import RowRunner
 from draftmill.builder.generation.servers import Servers, open_servers
 from draftmill.builder.generation.settings import GenerateSettings
@@ -32,7 +32,7 @@ from draftmill.builder.progress import OnProgress, StageReport
 from draftmill.builder.requests.client import PROBE_S
 from draftmill.builder.stop import StopSignals
 from draftmill.manifests.errors import BudgetError, ServerError
-from draftmill.manifests.maintenance import retry, select
+from draftmill.manifests.maintenance import RowFilter, retry, select
 from draftmill.manifests.types import PendingPrompt, Result
 from draftmill.manifests.writer import DatasetWriter
 
@@ -44,6 +44,7 @@ PAGE_ROWS = 256
 TICK_S = 0.25
 SHOW_S = 2.0
 NOTE_S = 60.0
+LATE = RowFilter(states=("timed_out",), stage="generate")
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +137,8 @@ class _Stage:
                 meaning={"probe_prompt": "what the chat template and tokenizer make of a probe"},
             )
             self._story.progress.total = await self._committer.call(self._writer.count, "pending")
+            if await self._committer.call(self._writer.count, "pending", off_policy=True):
+                self._runner.after_turn = await servers.after_turn()
             watches = [
                 Watch(each, each.patience, self._active, self._story.decided) for each in endpoints
             ]
@@ -189,9 +192,7 @@ class _Stage:
     async def _passes(self) -> None:
         for number in range(1 + self._settings.timeout_passes):
             if number > 0:
-                late = await self._committer.call(
-                    select, self._writer, states=("timed_out",), stage="generate"
-                )
+                late = await self._committer.call(select, self._writer, LATE)
                 if not late:
                     return
                 await self._committer.call(retry, self._writer, late)
@@ -225,11 +226,11 @@ class _Stage:
             await self._fewer.wait()
         room = None
         if self._budget is not None:
-            most = most_stored_bytes(row.conversation, self._settings.max_completion_tokens)
+            most = self._runner.most_bytes(row)
             room = await self._budget.reserve(
                 f"generate-{row.id}", stored_bytes=most, on_wait=self._committer.kick
             )
-        tokens = self._runner.lengths.tokens(row.conversation)
+        tokens = self._runner.tokens(row)
         try:
             endpoint = await self._pool.acquire(tokens)
         except asyncio.CancelledError:

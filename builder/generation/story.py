@@ -14,7 +14,7 @@ from typing import Any
 from draftmill.builder.budget import Budget
 from draftmill.builder.generation.endpoint import Endpoint
 from draftmill.builder.progress import OnProgress, Progress, RateMeter, StageReport
-from draftmill.manifests.types import Result
+from draftmill.manifests.types import GIVEN, Result
 from draftmill.manifests.writer import DatasetWriter
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,9 @@ class Story:
             attempt = result.attempt
             self.report.outcomes[attempt.outcome] += 1
             done += attempt.outcome != "transient"
-            if attempt.outcome == "generated":
+            if attempt.finish_reason == GIVEN:
+                self.report.given += attempt.outcome == "generated"
+            elif attempt.outcome == "generated":
                 tokens += attempt.completion_tokens or 0
                 self.report.truncated += attempt.finish_reason == "length"
         self.report.tokens += tokens

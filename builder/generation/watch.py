@@ -74,7 +74,7 @@ class Watch:
             endpoint.pace.tokens_per_s = tokens_per_s
         decision = endpoint.controller.read(
             Reading(
-                in_flight=endpoint.taken,
+                in_flight=endpoint.taken - endpoint.tokenizing,
                 tokens_per_s=tokens_per_s,
                 completions=since.completions,
                 overloads=since.overloads,

@@ -22,7 +22,6 @@ import tenacity
 from draftmill.builder.requests.api_key import api_key, redacted
 from draftmill.builder.requests.failures import (
     ConnectionCutError,
-    GarbledReplyError,
     ServerFailedError,
     retry_after_s,
     status_error,
@@ -32,8 +31,11 @@ from draftmill.builder.requests.metrics import ServerLoad, parse_metrics
 from draftmill.builder.requests.replies import (
     PROBE_CONVERSATION,
     completion_of_reply,
+    hidden_states_path,
+    ids_of_tokenizer,
     json_of,
     rebuilt_completion,
+    text_of_tokenizer,
 )
 from draftmill.builder.requests.retry_policy import RetryPolicy
 from draftmill.builder.requests.urls import split_url
@@ -54,6 +56,7 @@ CONNECT_S = 10.0
 SHORT_CALL_S = 15.0
 PROBE_S = 120.0
 MAX_CONNECTIONS = 8192
+BAD_URLS = (aiohttp.InvalidURL, httpx2.UnsupportedProtocol, httpx2.InvalidURL)
 TELEMETRY_HEADERS = ("x-stainless-read-timeout",) + tuple(
     f"X-Stainless-{part}"
     for part in ("Arch", "Async", "Lang", "OS", "Package-Version", "Runtime", "Runtime-Version")
@@ -265,36 +268,41 @@ class TargetClient:
 
         None if the reply names none. `request_id` becomes part of the file's name.
         """
-        ids = (
-            [int(each) for each in token_ids]
-            if isinstance(token_ids, Sequence)
-            else (token_ids.tolist())
-        )
-        body = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
+        return hidden_states_path(await self.complete(token_ids, request_id=request_id))
+
+    async def complete(
+        self, token_ids: TokenIds | Sequence[int], *, request_id: str | None = None, **more: Any
+    ) -> Any:
+        """The reply to one prompt of token ids, one token long; `more` goes into the request."""
+        ids = token_ids if isinstance(token_ids, Sequence) else token_ids.tolist()
+        body = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, **more}
         headers = None if request_id is None else {"X-Request-Id": request_id}
-        reply = json_of(await self._post("/completions", json.dumps(body), headers))
-        parameters = reply.get("kv_transfer_params") if isinstance(reply, dict) else None
-        path = parameters.get("hidden_states_path") if isinstance(parameters, dict) else None
-        return path if isinstance(path, str) else None
+        return json_of(await self._post("/completions", json.dumps(body), headers))
 
     async def tokenize(self, request: Mapping[str, Any]) -> list[int] | None:
         """Ids from vLLM's /tokenize for {"messages": …} or {"prompt": …}; None if it has none."""
+        return await self._ask_tokenizer("tokenize", request, ids_of_tokenizer)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str | None:
+        """Their text from vLLM's /detokenize; None if it has none."""
+        return await self._ask_tokenizer("detokenize", {"tokens": [*token_ids]}, text_of_tokenizer)
+
+    async def _ask_tokenizer(
+        self, name: str, request: Mapping[str, Any], parse: Callable[[Any], T]
+    ) -> T | None:
         if self._has_tokenize is False:
             return None
-        body = json.dumps({"model": self.model, **request})
         try:
             async with asyncio.timeout(SHORT_CALL_S):
-                reply = json_of(await self._post(f"{self._root}/tokenize", body))
+                body = json.dumps({"model": self.model, **request})
+                reply = json_of(await self._post(f"{self._root}/{name}", body))
         except TimeoutError:
-            raise ServerFailedError(f"{self._root}/tokenize did not answer") from None
+            raise ServerFailedError(f"{self._root}/{name} did not answer") from None
         except ServerError:
             self._has_tokenize = False
             return None
         self._has_tokenize = True
-        try:
-            return [int(each) for each in reply["tokens"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise GarbledReplyError(f"{self._root}/tokenize returned no ids") from error
+        return parse(reply)
 
     # -- transport -------------------------------------------------------------------------------
 
@@ -328,9 +336,7 @@ class TargetClient:
         while cause is not None:
             if isinstance(cause, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
                 return UnreachableError(words(cause))
-            if isinstance(
-                cause, aiohttp.InvalidURL | httpx2.UnsupportedProtocol | httpx2.InvalidURL
-            ):
+            if isinstance(cause, BAD_URLS):
                 return ServerError(f"{self.url} is not a URL that can be asked: {words(cause)}")
             if isinstance(cause, aiohttp.ClientError):
                 return ConnectionCutError(f"connection to {self.url} cut: {words(cause)}")

@@ -60,7 +60,7 @@ def completion_of_reply(reply: Any) -> Completion | None:
         prompt_token_ids=prompt_ids,
         completion_token_ids=completion_ids,
         content=message.get("content"),
-        reasoning=_reasoning(message),
+        reasoning=reasoning_of(message),
         finish_reason=finish_reason,
         extra=_extra(reply, choice, message),
     )
@@ -91,7 +91,7 @@ async def rebuilt_completion(reply: Any, conversation: str, tokenize: Tokenize) 
     if full is not None and full[: len(prompt_ids)] == prompt_ids and len(full) > len(prompt_ids):
         completion_ids = full[len(prompt_ids) :]
     else:
-        text = f"{_reasoning(message) or ''}{message.get('content') or ''}"
+        text = f"{reasoning_of(message) or ''}{message.get('content') or ''}"
         completion_ids = await tokenize({"prompt": text, "add_special_tokens": False}) or []
     extra = _extra(reply, choice, message)
     if (counted := usage.get("completion_tokens")) is not None:
@@ -100,11 +100,51 @@ async def rebuilt_completion(reply: Any, conversation: str, tokenize: Tokenize) 
         prompt_token_ids=_ids(prompt_ids),
         completion_token_ids=_ids(completion_ids),
         content=message.get("content"),
-        reasoning=_reasoning(message),
+        reasoning=reasoning_of(message),
         finish_reason=finish_reason,
         ids_rebuilt=True,
         extra=extra,
     )
+
+
+def ids_of_tokenizer(reply: Any) -> list[int]:
+    """The ids in a reply of /tokenize."""
+    try:
+        return [int(each) for each in reply["tokens"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise GarbledReplyError("the reply of /tokenize has no ids") from error
+
+
+def text_of_tokenizer(reply: Any) -> str:
+    """The text in a reply of /detokenize."""
+    text = reply.get("prompt") if isinstance(reply, dict) else None
+    if not isinstance(text, str):
+        raise GarbledReplyError("the reply of /detokenize has no text")
+    return text
+
+
+def hidden_states_path(reply: Any) -> str | None:
+    """Where an extraction server says that it writes; None if it does not say."""
+    parameters = reply.get("kv_transfer_params") if isinstance(reply, dict) else None
+    path = parameters.get("hidden_states_path") if isinstance(parameters, dict) else None
+    return path if isinstance(path, str) else None
+
+
+def prompt_log_probs(reply: Any) -> list[dict[int, tuple[float, int]]] | None:
+    """{token id: (log-probability, rank from 1)} for every prompt token but the first.
+
+    None if the server sent none. vLLM's form: `prompt_logprobs` of the only choice, null first.
+    """
+    try:
+        listed = reply["choices"][0].get("prompt_logprobs")
+        if listed is None:
+            return None
+        return [
+            {int(token): (float(each["logprob"]), int(each["rank"])) for token, each in at.items()}
+            for at in listed[1:]
+        ]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise GarbledReplyError(f"prompt_logprobs are not in vLLM's form: {error!r}") from error
 
 
 def _choice(reply: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
@@ -121,8 +161,8 @@ def _choice(reply: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
     return choice, message, finish_reason
 
 
-def _reasoning(message: Mapping[str, Any]) -> str | None:
-    """vLLM calls it `reasoning` now and called it `reasoning_content` until early 2026."""
+def reasoning_of(message: Mapping[str, Any]) -> str | None:
+    """Reasoning of a message; until early 2026 vLLM called it `reasoning_content`."""
     for name in ("reasoning", "reasoning_content"):
         text = message.get(name)
         if isinstance(text, str):

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from draftmill.manifests.errors import ServerError
+from draftmill.manifests.errors import ConfigError, ServerError
+from draftmill.manifests.target import TargetModel
 
 Kind = Literal["generate", "extract", "eval"]
 KINDS: tuple[Kind, ...] = ("generate", "extract", "eval")
@@ -144,6 +145,11 @@ def serve_arguments(
         if not has_fast_bf16():
             # emulated bf16 is slower than float32
             arguments += ["--dtype", "float32"]
+        if _is_mla(spec):
+            # The engine's own rotary embedding is wrong for queries of three dimensions with
+            # interleaved pairs, which MLA has (vLLM 0.32); the one in PyTorch is right.
+            custom_ops = {"custom_ops": ["all", "-rotary_embedding"]}
+            arguments += ["--compilation-config", json.dumps(custom_ops)]
         if _few_cores():
             # A worker process of its own is waited for by spinning: half of two cores.
             arguments += ["--distributed-executor-backend", "uni"]
@@ -270,6 +276,14 @@ def has_fast_bf16() -> bool:
     except OSError:
         return True
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(text.split()))
+
+
+def _is_mla(spec: ServerSpec) -> bool:
+    """Whether the model, if its config is here, has multi-head latent attention."""
+    try:
+        return bool(TargetModel.from_folder(spec.model).text_config.get("kv_lora_rank"))
+    except ConfigError:
+        return False
 
 
 def _few_cores() -> bool:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import random
@@ -17,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from draftmill.builder.serving.command import Kind
-from draftmill.manifests import files
-from draftmill.manifests.errors import ServerError
+from draftmill.manifests import files, lock
+from draftmill.manifests.errors import LockedError, ServerError
 
 HOST = "127.0.0.1"
 
@@ -61,19 +60,14 @@ class ServerFiles:
     def lock(self) -> int:
         """A descriptor that holds the lock until it is closed; ServerError if another holds it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock_fd = os.open(self.lock_path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        refusal = (
+            f"another draftmill (pid {{owner}}) runs a {self.kind} server in {self.folder}; "
+            "wait until it is done, or stop it"
+        )
         try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(lock_fd, 20, 0).decode(errors="replace").strip() or "unknown"
-            os.close(lock_fd)
-            raise ServerError(
-                f"another draftmill (pid {owner}) runs a {self.kind} server in {self.folder}; "
-                "wait until it is done, or stop it"
-            ) from None
-        os.ftruncate(lock_fd, 0)
-        os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
-        return lock_fd
+            return lock.acquire(self.lock_path, refusal)
+        except LockedError as error:
+            raise ServerError(str(error)) from None
 
     @contextlib.contextmanager
     def unattended(self) -> Iterator[bool]:

@@ -10,6 +10,7 @@ A row is one of
 
 Messages are kept as given, fields that nobody here knows included. The order of keys is kept too,
 because chat templates print tool schemas in that order; only the hash is taken over sorted keys.
+With mode "prefill" the answer that the source has is the last message, and stays as it is.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ Format = Literal["auto", "messages", "sharegpt", "prompt"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 Turns = Literal["first", "last", "all"]
 TURNS: tuple[Turns, ...] = get_args(Turns)
+Mode = Literal["regenerate", "prefill"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 PROMPT_KEYS = ("prompt", "question", "instruction")
 SHAREGPT_KEYS = ("conversations", "conversation")
@@ -69,20 +72,33 @@ class BadRow(Exception):
 
 
 def prompts_of(
-    row: object, *, source: str, number: int, format: Format = "auto", turns: Turns = "last"
+    row: object,
+    *,
+    source: str,
+    number: int,
+    format: Format = "auto",
+    turns: Turns = "last",
+    mode: Mode = "regenerate",
 ) -> Iterator[Prompt]:
     """The prompts of one row, numbered `number` in its source; raises BadRow after the good ones.
 
     `turns` says which user turns the target model is to answer: the first, the last, or each (one
     prompt per turn, with the answers before it as given). What follows the last of a row's prompts
-    is its reference answer, if the assistant speaks next.
+    is its reference answer, if the assistant speaks next. With mode "prefill" it says which
+    assistant messages are kept as the answer, and each of these is the last message of its prompt.
     """
     if not isinstance(row, dict):
         raise BadRow(f"a {type(row).__name__}, not an object")
+    prefill = mode == "prefill"
     messages, reference = _messages_of(row, format)
-    ends = _answer_points(messages)
+    if prefill and reference is not None:
+        messages = [*messages, {"role": "assistant", "content": reference}]
+    asked = _answer_points(messages)
+    ends = _given_answers(messages) if prefill else asked
     wanted = ends if turns == "all" else ends[:1] if turns == "first" else ends[-1:]
     extras = _extras(row) if "tools" in row or "chat_template_kwargs" in row else {}
+    # The same conversation answered anew and kept as it is are two samples.
+    marks = {**extras, "mode": mode} if prefill else extras
     conversation_id = _own_id(row, source)
     given: list[str] = []
     canonical: list[str] = []
@@ -91,10 +107,10 @@ def prompts_of(
             for index in range(len(given), end):
                 _check_content(messages[index], index)
                 _append_json(messages[index], given, canonical)
-            digest = _digest(canonical[:end], extras)
+            digest = _digest(canonical[:end], marks)
             if conversation_id is None:
-                first = ends[0] == end and not extras
-                conversation_id = digest if first else _digest(canonical[: ends[0]], {})
+                first = asked[0] == end and not marks
+                conversation_id = digest if first else _digest(canonical[: asked[0]], {})
             conversation = f'{{"messages":[{",".join(given)}]'
             for key, value in extras.items():
                 conversation += f',"{key}":{_as_given(value)}'
@@ -108,8 +124,17 @@ def prompts_of(
             source=source,
             row=number,
             conversation_id=conversation_id,
-            reference=_answer_after(messages, end) or reference,
+            reference=None if prefill else _answer_after(messages, end) or reference,
+            off_policy=prefill,
         )
+
+
+def _given_answers(messages: list[Message]) -> list[int]:
+    """How many messages there are up to and with each of the assistant's."""
+    ends = [n for n, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    if not ends:
+        raise BadRow("no answer of the assistant that could be kept (mode prefill)")
+    return ends
 
 
 def _extras(row: dict[str, Any]) -> dict[str, Any]:
@@ -180,15 +205,15 @@ def _messages_of(row: dict[str, Any], format: Format) -> tuple[list[Message], st
 
 def _from_prompt(row: dict[str, Any], key: str) -> tuple[list[Message], str | None]:
     value = row[key]
+    answers = [row[k] for k in _REFERENCE_KEYS if isinstance(row.get(k), str) and row[k]]
+    answer = answers[0] if len(answers) == 1 else None
     if isinstance(value, list):
-        return _list_of_objects(value, key), None
+        return _list_of_objects(value, key), answer
     if not isinstance(value, str):
         raise BadRow(f"`{key}` is a {type(value).__name__}, not text")
     if isinstance(row.get("input"), str) and row["input"].strip():
         raise BadRow(f"has `{key}` and `input`: join them into one prompt first")
-    answers = [row[k] for k in _REFERENCE_KEYS if isinstance(row.get(k), str) and row[k]]
-    messages = _with_system(row, [{"role": "user", "content": value}])
-    return messages, answers[0] if len(answers) == 1 else None
+    return _with_system(row, [{"role": "user", "content": value}]), answer
 
 
 def _from_sharegpt(turn: Message) -> Message:

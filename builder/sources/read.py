@@ -21,9 +21,11 @@ import pyarrow as pa
 from draftmill.builder.sources import tables
 from draftmill.builder.sources.conversations import (
     FORMATS,
+    MODES,
     TURNS,
     BadRow,
     Format,
+    Mode,
     Turns,
     prompts_of,
 )
@@ -62,14 +64,16 @@ def read_source(
     *,
     format: Format = "auto",
     name: str | None = None,
-    limit: int | None = None,
     turns: Turns = "last",
+    mode: Mode = "regenerate",
 ) -> Iterator[Prompt | SourceError]:
     """The prompts of one source in order, with an error in the place of each row that gives none.
 
-    `name` is the source's name in the dataset (default: from the path), `limit` the most prompts to
-    give. Raises SourceFileError at once when the source as a whole cannot be read.
+    `name` is the source's name in the dataset (default: from the path). Raises SourceFileError at
+    once when the source as a whole cannot be read.
     """
+    if mode not in MODES:
+        raise UsageError(f"unknown mode {mode!r}: use one of {', '.join(MODES)}.")
     if format not in FORMATS:
         raise UsageError(f"unknown format {format!r}: use one of {', '.join(FORMATS)}.")
     if turns not in TURNS:
@@ -78,7 +82,7 @@ def read_source(
     for file, kind in files:
         _check_file(file, kind)
     source = name or source_name(Path(path))
-    return _prompts(files, source, format, limit, turns)
+    return _prompts(files, source, format, turns, mode)
 
 
 def source_name(path: Path) -> str:
@@ -90,11 +94,8 @@ def source_name(path: Path) -> str:
 
 
 def _prompts(
-    files: list[tuple[Path, Kind]], source: str, format: Format, limit: int | None, turns: Turns
+    files: list[tuple[Path, Kind]], source: str, format: Format, turns: Turns, mode: Mode
 ) -> Iterator[Prompt | SourceError]:
-    left = limit if limit is not None else -1
-    if left == 0:
-        return
     before = 0
     for path, kind in files:
         file, line = str(path), 0
@@ -103,13 +104,10 @@ def _prompts(
                 yield row
                 continue
             try:
-                for prompt in prompts_of(
-                    row, source=source, number=before + line, format=format, turns=turns
-                ):
-                    yield prompt
-                    left -= 1
-                    if left == 0:
-                        return
+                number = before + line
+                yield from prompts_of(
+                    row, source=source, number=number, format=format, turns=turns, mode=mode
+                )
             except BadRow as error:
                 yield SourceError(file=file, line=line, reason=str(error))
             except RecursionError:

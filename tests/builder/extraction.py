@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from draftmill.builder.budget import Budget
 from draftmill.builder.extraction.stage import ExtractSettings, Layers, extract
 from draftmill.builder.progress import OnProgress, StageReport
 from draftmill.manifests.dataset import Dataset
+from draftmill.manifests.target import TargetModel
 from draftmill.manifests.types import Attempt, Completion, Location, Prompt, Result
 from tests.fakes import toy_model as toy
 
@@ -74,6 +75,8 @@ async def run(
     on_progress: OnProgress | None = None,
     layers: Layers = LAYERS,
     model: str | None = "fake/target",
+    target: TargetModel | None = None,
+    say: Callable[[str], None] | None = None,
     **settings: Any,
 ) -> StageReport:
     """Extract with settings that do not make a test wait."""
@@ -99,6 +102,8 @@ async def run(
                 headroom_bytes=headroom_bytes,
             ),
             on_progress=on_progress,
+            target=target,
+            say=say,
         )
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftmill.builder.budget import Budget, default_headroom, parse_budget
+from draftmill.builder.budget import Budget, check_budget, default_headroom, parse_budget
 from draftmill.manifests.errors import BudgetError
 from draftmill.manifests.files import folder_bytes
 
@@ -49,6 +49,15 @@ def test_headroom_grows_with_the_budget_within_limits() -> None:
     assert default_headroom(20 * MB) == 8 << 20
     assert default_headroom(10**12) == 512 << 20
     assert default_headroom(1 << 30) == 64 << 20
+
+
+@given(st.integers(1, 1 << 50))
+def test_a_budget_that_leaves_no_room_is_refused_with_the_arithmetic(limit: int) -> None:
+    if limit > default_headroom(limit):
+        check_budget(limit)
+        return
+    with pytest.raises(ValueError, match=r"no room for samples: 8\.39 MB are kept"):
+        check_budget(limit)
 
 
 def folders(tmp_path: Path) -> tuple[Path, Path]:
@@ -97,7 +106,10 @@ def test_nothing_in_flight_can_free_it(tmp_path: Path) -> None:
     budget.limit_bytes, budget.staging_limit_bytes = None, 5000
     with pytest.raises(BudgetError, match="are left for staging"):
         asyncio.run(budget.reserve("a", stored_bytes=1, staged_bytes=6000))
-    with pytest.raises(BudgetError, match=r"the disk has .* left"):
+    lack = (
+        r"the disk has .* left, needed are up to 1.15e\+03 PB for the next sample \+ 1 KB for the"
+    )
+    with pytest.raises(BudgetError, match=lack):
         asyncio.run(budget.reserve("a", stored_bytes=1 << 60))
 
 

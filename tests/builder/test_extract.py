@@ -123,6 +123,23 @@ def test_what_must_not_be_stored_is_rejected_and_the_rest_goes_on(
     assert not server.requests, "a rejected sample is not asked for again"
 
 
+def test_what_a_lossy_codec_cannot_hold_is_rejected(tmp_path: Path, staging: Path) -> None:
+    dataset = make_dataset(tmp_path / "d", [60] * 6)
+    report, _ = extract_from(dataset, staging, {2: ["huge"], 5: ["huge"]}, codec="rot4")
+    assert report.outcomes == {"extracted": 4, "rejected": 2}
+    with dataset.reader() as reader:
+        rows = reader.sql("SELECT error FROM attempts WHERE outcome = 'rejected'").to_pylist()
+    for row in rows:
+        assert row["error"] == (
+            "rot4 cannot hold these states: rot4 takes finite values below 2 ** 120 only "
+            "(layer 15, position 30)"
+        )
+    # a lossless codec takes them, and says that they are odd
+    dataset = make_dataset(tmp_path / "lossless", [60] * 2)
+    report, _ = extract_from(dataset, staging, {2: ["huge"]})
+    assert report.outcomes == {"extracted": 2}
+
+
 TRANSIENT = {
     "http_500": "ServerFailedError",
     "http_503": "OverloadedError",
@@ -376,14 +393,11 @@ def test_staging_that_fills_makes_sending_wait(tmp_path: Path, staging: Path) ->
     assert server.peak_in_flight <= 2
 
 
-def test_a_full_disk_is_handled_like_the_budget(
-    tmp_path: Path, staging: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_handled_like_the_budget(tmp_path: Path, staging: Path) -> None:
     dataset = make_dataset(tmp_path / "d", [200] * 24)
-    files._hits.clear()
-    monkeypatch.setenv("DRAFTMILL_FAILPOINT", "write.hidden_states.before@16=enospc")
+    files.arm("write.hidden_states.before@8=enospc")
     report, _ = extract_from(dataset, staging, concurrency=4)
-    monkeypatch.delenv("DRAFTMILL_FAILPOINT")
+    files.arm("")
     assert report.over_budget
     seen = look(dataset)
     done = seen.extracted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -119,6 +120,31 @@ def test_unknown_fields_and_key_order_survive() -> None:
     assert conversation["chat_template_kwargs"] == {"thinking": False}
     reordered = row | {"messages": [dict(reversed(message.items()))]}
     assert of(reordered)[0].hash == prompt.hash
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.floats(-1, 1) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=8,
+)
+
+
+@given(
+    st.dictionaries(st.text(max_size=4), json_values),
+    st.dictionaries(st.text(max_size=4), json_values),
+    st.sampled_from(["regenerate", "prefill"]),
+)
+def test_the_hash_is_what_the_format_page_says(
+    more: dict[str, Any], arguments: dict[str, Any], mode: Any
+) -> None:
+    message = {**more, "role": "user", "content": "Wie? 素数 \u2028"}
+    row = {"messages": [message, ANSWER], "chat_template_kwargs": arguments, "tools": []}
+    (prompt,) = of(row, mode=mode)
+    canonical = json.loads(prompt.conversation)
+    if prompt.off_policy:
+        canonical["mode"] = "prefill"
+    text = json.dumps(canonical, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    assert prompt.hash == hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def test_tools_and_template_arguments_are_part_of_the_identity() -> None:
@@ -301,9 +327,9 @@ def test_folder_of_parquet(tmp_path: Path) -> None:
     for index in range(2):
         table = pa.table({"messages": [[USER | {"content": f"{index} {i}"}] for i in range(3)]})
         pq.write_table(table, data / f"train-0000{index}-of-00002.parquet")
-    prompts, errors = read(tmp_path, limit=5)
+    prompts, errors = read(tmp_path)
     assert not errors
-    assert [p.row for p in prompts] == [1, 2, 3, 4, 5]
+    assert [p.row for p in prompts] == [1, 2, 3, 4, 5, 6]
     pq.write_table(table, data / "test-00000-of-00001.parquet")
     with pytest.raises(SourceFileError, match="has splits test, train"):
         read_source(tmp_path)
@@ -350,12 +376,10 @@ def test_format_by_name_and_sniffing(tmp_path: Path) -> None:
     assert "none of `conversations" in read(path, format="sharegpt")[1][0].reason
 
 
-def test_names_and_limits(tmp_path: Path) -> None:
+def test_names(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "my.prompts.jsonl", [{"prompt": str(i)} for i in range(9)])
     assert source_name(path) == "my.prompts"
     assert source_name(Path("x/train-00000-of-00003.parquet")) == "train"
-    assert len(read(path, limit=4)[0]) == 4
-    assert read(path, limit=0) == ([], [])
     assert read(path, name="n")[0][0].source == "n"
 
 

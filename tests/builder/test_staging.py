@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftmill.builder.extraction import staging as staging_module
-from draftmill.builder.extraction.intake import Layers, LengthMismatchError, take_in
+from draftmill.builder.extraction.intake import Layers, LengthMismatchError, Rooms, take_in
 from draftmill.builder.extraction.staging import IncompleteFileError, LockHeldError, Staging
 from draftmill.builder.requests.failures import GarbledReplyError
-from draftmill.manifests.codec import decode_states
+from draftmill.manifests.codec import CODECS, decode_states, is_lossless
 from draftmill.manifests.errors import ConfigError, RejectedError, TransientError
 from tests.fakes import toy_model as toy
 
@@ -51,14 +51,15 @@ def wait(staging: Staging, name: str, timeout_s: float = 5.0) -> None:
 
 
 def take(staging: Staging, name: str) -> str | None:
-    return take_in(staging, name, IDS, LAYERS, "em-zfast", "digest")[1]
+    return take_in(staging, name, IDS, LAYERS, "em-zfast", "digest").warning
 
 
 def test_states_arrive_bit_for_bit(staging: Staging) -> None:
     name = put(staging)
     wait(staging, name)
-    payload, warning = take_in(staging, name, IDS, LAYERS, "em-zfast", "digest")
-    assert warning is None
+    taken = take_in(staging, name, IDS, LAYERS, "em-zfast", "digest")
+    assert taken.warning is None
+    payload = taken.payload
     assert payload.shape == (600, 4, 32)
     out = np.empty(payload.shape, np.uint16)
     decode_states("em-zfast", payload.blocks, out)
@@ -71,10 +72,28 @@ def test_parts_give_the_same_payload_as_the_whole(
     staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = put(staging)
-    whole, _ = take_in(staging, name, IDS, LAYERS, "em-zfast", "digest")
+    whole = take_in(staging, name, IDS, LAYERS, "em-zfast", "digest").payload
     monkeypatch.setattr("draftmill.builder.extraction.intake._PART_BYTES", 1)
-    parts, _ = take_in(staging, name, IDS, LAYERS, "em-zfast", "digest")
+    parts = take_in(staging, name, IDS, LAYERS, "em-zfast", "digest").payload
     assert list(parts.blocks) == list(whole.blocks)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_memory_is_used_again_once_it_is_given_back(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    monkeypatch.setattr("draftmill.builder.extraction.intake._PART_BYTES", 1)
+    name, rooms = put(staging), Rooms(most=3)
+    first = take_in(staging, name, IDS, LAYERS, codec, "digest", rooms)
+    kept = [bytes(block) for block in first.payload.blocks]
+    second = take_in(staging, name, IDS, LAYERS, codec, "digest", rooms)
+    assert [bytes(block) for block in first.payload.blocks] == kept
+    assert [bytes(block) for block in second.payload.blocks] == kept
+    rooms.give_back(first.rooms)
+    third = take_in(staging, name, IDS, LAYERS, codec, "digest", rooms)
+    assert third.rooms[0] is first.rooms[-1]
+    assert [bytes(block) for block in third.payload.blocks] == kept
+    assert [bytes(block) for block in second.payload.blocks] == kept
 
 
 @pytest.mark.parametrize(
@@ -97,6 +116,41 @@ def test_faults_are_named(staging: Staging, fault: str, kind: type[Exception], r
     name = put(staging, fault)
     with pytest.raises(kind, match=reason):
         take(staging, name)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.integers(0, 0xFFFF),
+    st.integers(0, 599),
+    st.integers(0, 3),
+    st.integers(0, 31),
+    st.sampled_from(CODECS),
+)
+def test_any_number_anywhere_is_stored_or_rejected_by_its_place(
+    staging: Staging, word: int, position: int, layer: int, channel: int, codec: str
+) -> None:
+    """Whatever a state is, the sample is stored, or rejected with the place of that state."""
+    states = toy.states_of(IDS, 4, 32)
+    states[position, layer, channel] = word
+    tensors = {
+        "hidden_states": ("BF16", states.shape, states.tobytes()),
+        "token_ids": ("I64", IDS.shape, IDS.astype(np.int64).tobytes()),
+    }
+    name = f"cmpl-{staging.request_id(7, 1)}-0-abc.safetensors"
+    (staging.folder / name).write_bytes(toy.safetensors_bytes(tensors))
+    magnitude = word & 0x7FFF
+    if magnitude >= 0x7F80 or (codec == "rot4" and magnitude >= 0x7B80):
+        place = rf"\(layer {LAYERS.layer_ids[layer]}, position {position}\)"
+        with pytest.raises(RejectedError, match=place):
+            take_in(staging, name, IDS, LAYERS, codec, "digest")
+        return
+    payload = take_in(staging, name, IDS, LAYERS, codec, "digest").payload
+    out = np.empty(payload.shape, np.uint16)
+    decode_states(codec, payload.blocks, out)
+    if is_lossless(codec):
+        np.testing.assert_array_equal(out, states)
 
 
 def test_layers_that_the_server_names_are_compared(staging: Staging) -> None:

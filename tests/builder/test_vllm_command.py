@@ -221,3 +221,25 @@ def test_last_line_is_readable(tmp_path: Path) -> None:
     assert last_line(log) == "Loading"
     log.write_bytes(b"x" * 1000 + b"\xff\n")
     assert len(last_line(log)) == 300
+
+
+def test_rotary_embedding_of_mla_on_the_cpu(tmp_path: Path) -> None:
+    """vLLM's own is wrong there; other models and GPUs keep theirs."""
+    config = {
+        "model_type": "kimi_k25",
+        "text_config": {
+            "hidden_size": 256,
+            "num_hidden_layers": 6,
+            "vocab_size": 512,
+            "max_position_embeddings": 64,
+            "kv_lora_rank": 32,
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = replace(extraction(tmp_path), model=str(tmp_path))
+    found = options(serve_command(spec, engine="cpu", port=1))
+    assert json.loads(found["--compilation-config"])["custom_ops"] == ["all", "-rotary_embedding"]
+    assert "--compilation-config" not in options(serve_command(spec, engine="gpu", port=1))
+    del config["text_config"]["kv_lora_rank"]  # type: ignore[attr-defined]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "--compilation-config" not in options(serve_command(spec, engine="cpu", port=1))

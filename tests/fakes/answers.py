@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.fakes import toy_model as toy
 from tests.fakes.scheduler import Speed
+from tests.fakes.tiny_target import TinyTarget
 
 # decided anew for every request; the others stick to their prompt
 TRANSIENT = ("http_500", "http_503", "http_429", "drop", "hang", "garbage")
@@ -36,10 +37,13 @@ class Options(Speed):
     seed: int = 0
     template: str = ""  # part of every rendered prompt: changing it changes the probe ids
     tokenize_template: str = ""  # part of what /tokenize renders, and only there
+    after_turn: str = ""  # what the template writes behind the end of each turn
+    strip_reasoning: bool = False  # the template opens answers with THINK and later drops it
     staging: str | None = None
     layers: int = 4
     hidden: int = 32
     slow_write_s: float = 0.3
+    target: TinyTarget | None = None  # whose states and log-probabilities to send, not the toy's
     outages: list[tuple[float, float]] = field(default_factory=list)
 
 

@@ -14,11 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tests.fakes import toy_model as toy
 
 STATE_FAULTS = (
     "nan",
     "inf",
+    "huge",
     "zeros",
     "zero_layer",
     "constant",
@@ -57,9 +61,15 @@ class StagedWriter:
         self._threads: set[threading.Thread] = set()
 
     def write(
-        self, options: StagedOptions, name: str, token_ids: Sequence[int], fault: str | None
+        self,
+        options: StagedOptions,
+        name: str,
+        token_ids: Sequence[int],
+        fault: str | None,
+        states: NDArray[np.uint16] | None = None,
     ) -> str | None:
-        """Starts writing one file; returns the path that the reply names."""
+        """Starts writing one file, with `states` or the toy's own; returns the path that the reply
+        names."""
         assert options.staging is not None
         folder = Path(options.staging)
         path = folder / f"cmpl-{name}-0-{next(self._number):08x}.safetensors"
@@ -68,10 +78,12 @@ class StagedWriter:
             lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
             fcntl.flock(lock, fcntl.LOCK_EX)
         if fault == "no_lock":
-            self._write(options, path, token_ids, fault, lock)
+            self._write(options, path, token_ids, fault, lock, states)
         else:
             thread = threading.Thread(
-                target=self._write, args=(options, path, token_ids, fault, lock), daemon=True
+                target=self._write,
+                args=(options, path, token_ids, fault, lock, states),
+                daemon=True,
             )
             self._threads = {each for each in self._threads if each.is_alive()} | {thread}
             thread.start()
@@ -90,11 +102,12 @@ class StagedWriter:
         token_ids: Sequence[int],
         fault: str | None,
         lock: int,
+        states: NDArray[np.uint16] | None,
     ) -> None:
         try:
             if fault == "no_file":
                 return
-            data = toy.hidden_states_file(token_ids, options.layers, options.hidden, fault)
+            data = toy.hidden_states_file(token_ids, options.layers, options.hidden, fault, states)
             if fault == "symlink":
                 outside = path.parent.with_name(f"{path.parent.name}-outside-{path.name}")
                 outside.write_bytes(data)

@@ -39,6 +39,7 @@ class TargetServer:
         self.port = port
         self.requests: Counter[str] = Counter()
         self.answered: Counter[str] = Counter()
+        self.tokenized: Counter[str] = Counter()
         self.statuses: Counter[int] = Counter()
         self.bodies: deque[dict[str, Any]] = deque(maxlen=64)
         self.headers: deque[Mapping[str, str]] = deque(maxlen=64)
@@ -69,6 +70,7 @@ class TargetServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_get("/fake/counts", self._counts)
@@ -189,19 +191,34 @@ class TargetServer:
         messages = body["messages"]
         if self.options.template:
             messages = [{"role": "system", "content": self.options.template}, *messages]
-        return toy.render(messages, add_generation_prompt=generate)
+        return toy.render(
+            messages,
+            add_generation_prompt=generate,
+            after_turn=self.options.after_turn,
+            strip_reasoning=self.options.strip_reasoning,
+        )
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         if not self.options.tokenize:
             return self._error(404, "Not Found")
         body = await request.json()
         if "messages" in body:
+            key = toy.digest(body["messages"])
+            self.tokenized[key] += 1
+            draw = ("tokenize_500", self.options.seed, key, self.tokenized[key])
+            if toy.unit(*draw) < self.options.faults.get("tokenize_500", 0):
+                return self._error(500, "planned fault tokenize_500")
             tokens = self._render(body, generate=body.get("add_generation_prompt", True))
             tokens = [*self.options.tokenize_template.encode(), *tokens]
         else:
             tokens = list(body["prompt"].encode())
         count = {"count": len(tokens), "max_model_len": self.options.max_model_len}
         return web.json_response({**count, "tokens": tokens, "token_strs": None})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        if not self.options.tokenize:
+            return self._error(404, "Not Found")
+        return web.json_response({"prompt": toy.text_of((await request.json())["tokens"])})
 
     async def _chat(self, request: web.Request) -> web.Response:
         body = json.loads(await request.read())
@@ -261,12 +278,22 @@ class TargetServer:
                 return failure
             await self.scheduler.run(len(ids), int(body.get("max_tokens") or 1))
             reply: dict[str, Any] = {"id": f"cmpl-{key[:12]}", "object": "text_completion"}
-            choice = {"index": 0, "text": "a", "finish_reason": "length", "token_ids": [97]}
+            choice: dict[str, Any] = {
+                "index": 0,
+                "text": "a",
+                "finish_reason": "length",
+                "token_ids": [97],
+            }
             reply |= {"created": 1, "model": options.model, "choices": [choice]}
             reply["usage"] = {"prompt_tokens": len(ids), "completion_tokens": 1}
+            states = None
+            if options.target is not None:
+                states, log_probs = options.target.answer(ids)
+                if body.get("prompt_logprobs") is not None:
+                    choice["prompt_logprobs"] = log_probs
             if options.staging is not None:
                 name = request.headers.get("X-Request-Id") or key[:12]
-                path = self.staged.write(options, name, ids, fault)
+                path = self.staged.write(options, name, ids, fault, states)
                 reply["kv_transfer_params"] = path and {"hidden_states_path": path}
             if fault == "hang_after_write":
                 await asyncio.sleep(3600)

@@ -49,22 +49,35 @@ def unit(*parts: object) -> float:
 
 
 def render(
-    messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    after_turn: str = "",
+    strip_reasoning: bool = False,
 ) -> list[int]:
-    """The fake chat template: role id, bytes of the content, END; ASSISTANT opens the answer."""
+    """The fake chat template: role id, bytes of the content, END; ASSISTANT opens the answer.
+
+    As some templates do: `after_turn` stands behind each message, and with `strip_reasoning` the
+    generation prompt opens with THINK, which is left out again once there is an answer.
+    """
     ids = [BOS]
     for message in messages:
         ids.append(ROLES.get(str(message.get("role")), USER))
-        if message.get("reasoning"):
+        if message.get("reasoning") and not strip_reasoning:
             ids += [THINK, *str(message["reasoning"]).encode(), THINK_END]
         content = message.get("content")
         if content is not None:
             text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
             ids += text.encode()
-        ids.append(END)
+        ids += [END, *after_turn.encode()]
     if add_generation_prompt:
-        ids.append(ASSISTANT)
+        ids += [ASSISTANT, THINK] if strip_reasoning else [ASSISTANT]
     return ids
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    """The text of ids, special ones as <|NUMBER|>."""
+    return "".join(chr(each) if each < 256 else f"<|{each}|>" for each in token_ids)
 
 
 def answer_tokens(key: str, median: float, sigma: float) -> int:
@@ -126,17 +139,27 @@ def safetensors_bytes(tensors: Mapping[str, tuple[str, Sequence[int], bytes]]) -
 
 
 def hidden_states_file(
-    token_ids: Sequence[int], layers: int, hidden: int, fault: str | None
+    token_ids: Sequence[int],
+    layers: int,
+    hidden: int,
+    fault: str | None,
+    states: NDArray[np.uint16] | None = None,
 ) -> bytes:
-    """The file that the extraction server writes for one prompt, with one fault in it or none."""
+    """The file that the extraction server writes for one prompt, with one fault in it or none.
+
+    Without `states` they are the toy's own.
+    """
     ids = np.asarray(token_ids, dtype=np.int64)
-    states = states_of(ids, layers + (fault == "wrong_layers"), hidden)
+    if states is None:
+        states = states_of(ids, layers + (fault == "wrong_layers"), hidden)
     dtype = "BF16"
     middle = len(ids) // 2
     if fault == "nan":
         states[middle, layers - 1, hidden // 2] = 0x7FC0
     elif fault == "inf":
         states[middle, 0, 0] = 0x7F80
+    elif fault == "huge":
+        states[middle, 1, hidden // 2] = 0x7C00  # 2 ** 121: finite, and too much for rot4
     elif fault == "zeros":
         states[:] = 0
     elif fault == "constant":

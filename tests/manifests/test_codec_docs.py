@@ -46,7 +46,7 @@ WRITTEN: dict[str, tuple[Shape, int, str]] = {
 }
 
 
-def read_planes(payload: bytes, num_layers: int, sizes: list[int]) -> list[list[bytes]]:
+def read_planes(payload: memoryview, num_layers: int, sizes: list[int]) -> list[list[bytes]]:
     """[plane][layer] of a payload."""
     count = len(sizes) * num_layers
     entries = struct.unpack(f"<{count}I", payload[: 4 * count])

@@ -26,7 +26,7 @@ def decode(name: str, payload: bytes) -> None:
 
 def encoded(name: str) -> bytes:
     (payload,) = codec.encode_states(make_states(SHAPE, 5, "normal"), name)
-    return payload
+    return bytes(payload)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -38,7 +38,9 @@ class Numbers:
 def read(tmp_path: Path, text: str) -> dict[str, Any]:
     path = tmp_path / "config.toml"
     path.write_text(text)
-    return config.read(path, {"numbers": Numbers, "other": Numbers})
+    found = config.read(path, {"numbers": Numbers, "other": Numbers}, {"many": Numbers})
+    assert found.pop("many") == () or "[[many]]" in text
+    return found
 
 
 def test_what_is_written_can_be_read(tmp_path: Path) -> None:
@@ -74,6 +76,11 @@ def test_whole_numbers_are_numbers(tmp_path: Path) -> None:
         ("[numbers]\nids = 1", "line 2: ids must be a list"),
         ("[numbers]\nextra = 1", "line 2: extra must be a table"),
         ("[numbers\ncount = 1", "not valid TOML"),
+        ("[[many]]\ncount = 1\n[[many]]\ncount = 0", "line 4: count: at least 1, not 0"),
+        ("[[many]]\nrate = 1\n[[many]]\n\ncuont = 0", r"line 5: unknown key .* in \[\[many\]\]"),
+        ("[[many]]\ncount = 1\n[numbers]\ncount = 0", "line 4: count: at least 1, not 0"),
+        ("[many]\ncount = 1", r"line 1: many must be a list of sections: \[\[many\]\]"),
+        ("[[numbers]]\ncount = 1", "line 1: numbers must be a section"),
     ],
 )
 def test_mistakes_name_file_line_and_key(tmp_path: Path, text: str, message: str) -> None:
@@ -84,6 +91,22 @@ def test_mistakes_name_file_line_and_key(tmp_path: Path, text: str, message: str
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         config.read(tmp_path / "none.toml", {})
+
+
+def test_lists_of_sections_are_shown_commented_out(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    text = config.render({"numbers": Numbers()}, {"many": Numbers})
+    path.write_text(text)
+    assert config.read(path, {"numbers": Numbers}, {"many": Numbers})["many"] == ()
+    start = text.index("# [[many]]")
+    path.write_text(text[:start] + text[start:].replace("\n# ", "\n").replace("# [[", "[[", 1))
+    found = config.read(path, {"numbers": Numbers}, {"many": Numbers})
+    assert found["many"] == (Numbers(),)
+    path.write_text("[[many]]\ncount = 2\n[[many]]\ncount = 4\n")
+    found = config.read(path, {"numbers": Numbers}, {"many": Numbers})
+    assert [each.count for each in found["many"]] == [2, 4]
+    assert config.where(path, "many", "count", 1) == f"{path} line 4"
+    assert config.where(path, "many", "rate", 1) == f"{path} line 3"
 
 
 def test_every_key_of_a_written_file_has_its_line() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pandas  # noqa: F401  DuckDB imports it at the first insert: once here, not in every child
 
-from draftmill.manifests import codec
+from draftmill.manifests import codec, files
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.record import Record
 from draftmill.manifests.shard import STAGE_OF_KIND, list_shards, scan
@@ -201,9 +201,7 @@ def records_on_disk(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def _child(folder: str, failpoint: str) -> None:
-    os.environ.pop("DRAFTMILL_FAILPOINT", None)
-    if failpoint:
-        os.environ["DRAFTMILL_FAILPOINT"] = failpoint
+    files.arm(failpoint)
     try:
         run(Path(folder), Journal(Path(folder + ".journal")))
     except BaseException:

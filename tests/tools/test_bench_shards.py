@@ -10,7 +10,7 @@ import pytest
 from draftmill.manifests import codec
 from draftmill.manifests.errors import ConfigError, UsageError
 from draftmill.tools.bench.shards import ShardsBench, bench_shards, load_states
-from tests.tools.test_codec_error import normal_words, tiny_target
+from tests.manifests.test_codec_error import normal_words, tiny_target
 
 
 def test_figures(tmp_path: Path) -> None:

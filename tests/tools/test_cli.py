@@ -62,6 +62,46 @@ def test_init_add_status(run: Run, tmp_path: Path) -> None:
     assert "is a dataset already" in run.err
 
 
+def test_sources_of_the_config(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "ds"
+    run("init", str(path), *NUMBERS)
+    run("add", str(path), code=2)
+    assert "name a SOURCE, or list some as [[sources]]" in run.err
+    for name, count in (("a", 30), ("b", 10)):
+        rows = [{"prompt": f"{name} {n}", "answer": f"{n}"} for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = path / "config.toml"
+    start = config.read_text()
+    config.write_text(
+        start + '[[sources]]\npath = "../a.jsonl"\nweight = 2\n[[sources]]\n'
+        'path = "../b.jsonl"\nmode = "prefill"\n'
+    )
+    out = run("add", str(path), "--limit", "12")
+    assert "a: 8 added, 0 known already, 0 skipped; its share is 8 of 30" in out
+    assert "b: 4 added, 0 known already, 0 skipped; its share is 4 of 10" in out
+    out = run("add", str(path))
+    assert "a: 22 added, 8 known already" in out
+    assert "b: 6 added, 4 known already" in out
+    found = json.loads(run("status", str(path), "--json"))
+    assert found["sources"]["a"] | found["sources"]["b"] == {
+        "total": 10, "pending": 10, "generated": 0, "timed_out": 0, "failed": 0, "rejected": 0,
+        "extracted": 0, "off_policy": 10,
+    }  # fmt: skip
+    assert found["sources"]["a"]["off_policy"] == 0
+    assert found["off_policy"]["prompts"] == 10
+    assert "off-policy" in run("status", str(path))
+    run("add", str(path), "--mode", "prefill", code=2)
+    assert "--mode goes with a SOURCE" in run.err
+    config.write_text(start + '[[sources]]\npath = "a.jsonl"\n[[sources]]\npath = "x/a.jsonl"\n')
+    run("add", str(path), code=1)
+    line = len(config.read_text().splitlines())
+    assert f"line {line}: another of [[sources]] is called 'a' too" in run.err
+    config.write_text(start + '[[sources]]\npath = "../none.jsonl"\n')
+    run("add", str(path), code=1)
+    assert "nothing was added" in run.err
+    assert "10 added" in run("add", str(path), str(tmp_path / "b.jsonl"), "--turns", "all")
+
+
 def test_status_keys_are_stable(run: Run, dataset: Dataset) -> None:
     found = json.loads(run("status", str(dataset.path), "--json"))
     assert list(found["prompts"]) == [
@@ -110,8 +150,21 @@ def test_verify_repair_rebuilds_a_lost_manifest(run: Run, dataset: Dataset) -> N
 def test_retry_and_evict(run: Run, dataset: Dataset) -> None:
     path = str(dataset.path)
     run("retry", path, code=2)
-    assert "2 rows" in run("retry", path, "--timed-out", "--rejected")
+    words = ("retry", path, "--timed-out", "--rejected")
+    for _ in range(2):
+        out = run(*words, "--dry-run")
+        assert out.splitlines() == [
+            "1 timed out at generate (Test)",
+            "1 rejected at generate (Test)",
+            "2 rows would be asked again",
+        ]
+    assert "1 rows would" in run(*words, "--dry-run", "--prompt-tokens", "..3")
+    assert "0 rows would" in run(*words, "--dry-run", "--completion-tokens", "1000..")
+    run(*words, "--prompt-tokens", "7", code=2)
+    assert "no range of tokens" in run.err
+    assert "2 rows will be asked again" in run(*words)
     assert "0 rows" in run("retry", path, "--failed")
+    assert "3 truncated" in run("retry", path, "--truncated", "--dry-run")
     run("evict", path, code=2)
     assert "12 rows to extract" in run("evict", path, "--all")
 

@@ -17,18 +17,20 @@ from speculators.models.eagle3.attention import create_combined_mask_mod
 from draftmill.manifests.errors import ConfigError, DamagedError
 from draftmill.manifests.target import TargetModel
 from draftmill.trainer.data import Cursor, Row
+from draftmill.trainer.devices import Group
+from draftmill.trainer.draft_forms import read_draft
 from draftmill.trainer.draft_model import (
     DraftModel,
     _dense_mask,
     create_draft,
     forward,
     load_draft,
-    restore_trained_state,
     save_draft,
     trained_state,
 )
 from draftmill.trainer.draft_shape import decoder_config
-from draftmill.trainer.loader import load_row
+from draftmill.trainer.engine import Engine
+from draftmill.trainer.rows import load_row
 from draftmill.trainer.settings import TrainSettings
 from draftmill.trainer.vocab import VocabMapping, build_mapping
 from tests.trainer import tiny
@@ -165,13 +167,13 @@ def test_a_full_vocabulary_needs_no_mapping(target: TargetModel, tmp_path: Path)
     whole = build_mapping(counts, counts, tiny.VOCAB, "f")
     save_draft(create_draft(target, tiny.LAYER_IDS, whole, SETTINGS), tmp_path)
     assert not {"d2t", "t2d"} & set(load_file(tmp_path / "model.safetensors"))
-    assert load_draft(tmp_path, target, SETTINGS).lm_head.weight.shape[0] == tiny.VOCAB
+    assert load_draft(read_draft(tmp_path), target, SETTINGS).lm_head.weight.shape[0] == tiny.VOCAB
 
 
 def test_a_draft_comes_back_whole(target: TargetModel, vocab: VocabMapping, tmp_path: Path) -> None:
     model = make(target, vocab)
     save_draft(model, tmp_path)
-    again = load_draft(tmp_path, target, SETTINGS)
+    again = load_draft(read_draft(tmp_path), target, SETTINGS)
     for name, tensor in model.state_dict().items():
         found = again.state_dict()[name]
         if name.startswith("verifier"):
@@ -192,28 +194,27 @@ def test_every_weight_is_accounted_for(
     weights["fc.weight"] = torch.zeros(64, 256)
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError) as caught:
-        load_draft(tmp_path, target, SETTINGS)
+        load_draft(read_draft(tmp_path), target, SETTINGS)
     message = str(caught.value)
     assert "norm.weight is missing" in message
     assert "stray.weight is not known" in message
     assert "fc.weight has shape [64, 256], expected [64, 192]" in message
     (tmp_path / "model.safetensors").write_bytes(b"no")
-    with pytest.raises(DamagedError, match="no draft model"):
-        load_draft(tmp_path, target, SETTINGS)
+    with pytest.raises(DamagedError, match="cannot be read as weights"):
+        load_draft(read_draft(tmp_path), target, SETTINGS)
 
 
-def test_trained_state_of_another_model_is_refused(
-    target: TargetModel, vocab: VocabMapping
-) -> None:
-    model = make(target, vocab)
-    state = {name: tensor.clone() for name, tensor in trained_state(model).items()}
+def test_state_of_another_model_is_refused(target: TargetModel, vocab: VocabMapping) -> None:
+    engine = Engine(make(target, vocab), SETTINGS, Group())
+    state = engine.state()
+    state["weights"] = {name: tensor.clone() for name, tensor in state["weights"].items()}
     with torch.no_grad():
-        model.fc.weight.zero_()
-    restore_trained_state(model, state)
-    assert torch.equal(model.fc.weight, state["fc.weight"])
-    del state["fc.weight"]
+        engine.model.fc.weight.zero_()
+    engine.restore(state)
+    assert torch.equal(engine.model.fc.weight, state["weights"]["fc.weight"])
+    del state["weights"]["fc.weight"]
     with pytest.raises(DamagedError, match="other parameters"):
-        restore_trained_state(model, state)
+        engine.restore(state)
 
 
 def shape_of(config: dict, tmp_path: Path, **facts: int):

@@ -17,14 +17,24 @@ from draftmill.manifests.errors import DamagedError
 from draftmill.manifests.reader import ShardReader
 from draftmill.trainer import data
 from draftmill.trainer.data import Cursor, Row
-from draftmill.trainer.loader import Batch, RowLoader, StatesShape, load_row
+from draftmill.trainer.loader import RowLoader
+from draftmill.trainer.rows import Batch, StatesShape, load_row
 from tests.trainer import tiny
 
 ROOM = 64
 
 
-def loader(reader, samples, threads: int = 0, prefetch_bytes: int = 1 << 30) -> RowLoader:
-    return RowLoader(reader, samples, tiny.SHAPE, threads=threads, prefetch_bytes=prefetch_bytes)
+def loader(
+    reader, samples, threads: int = 0, prefetch_bytes: int = 1 << 30, workers: int = 0
+) -> RowLoader:
+    return RowLoader(
+        reader,
+        samples,
+        tiny.SHAPE,
+        threads=threads,
+        workers=workers,
+        prefetch_bytes=prefetch_bytes,
+    )
 
 
 def rows_of(samples, start: Cursor | None = None) -> Iterator[Row]:
@@ -106,10 +116,21 @@ def test_batches_do_not_depend_on_threads_or_memory(threads: int, prefetch_bytes
 def test_interrupted_with_other_threads_and_a_grown_dataset_the_batches_are_the_same(
     tmp_path: Path,
 ) -> None:
-    samples = tiny.random_samples(40)
-    path = tiny.build_dataset(tmp_path / "d", samples).path
+    check_resume(tmp_path, [(0, 0), (2, 0), (1, 0), (3, 0), (0, 0)])
+
+
+@pytest.mark.slow
+def test_interrupted_with_other_workers_and_a_grown_dataset_the_batches_are_the_same(
+    tmp_path: Path,
+) -> None:
+    check_resume(tmp_path, [(0, 0), (0, 2), (0, 1)])
+
+
+def check_resume(tmp_path: Path, ways: list[tuple[int, int]]) -> None:
+    """Stop after a random number of batches, add samples, go on with other (threads, workers)."""
+    path = tiny.build_dataset(tmp_path / "d", tiny.random_samples(40)).path
     with Dataset.open(path).reader() as reader:
-        columns = data.select(reader.extracted(), tiny.CONTEXT).samples
+        columns = data.select(reader.trainable(), tiny.CONTEXT).samples
     assert len(columns) == 40
     with closing(ShardReader(path)) as shards:
         whole = loader(shards, columns).batches(rows_of(columns))
@@ -117,16 +138,40 @@ def test_interrupted_with_other_threads_and_a_grown_dataset_the_batches_are_the_
         got: list[str] = []
         cursor = Cursor()
         rng = np.random.default_rng(0)
-        for threads in (0, 2, 1, 3, 0):
-            source = loader(shards, columns, threads).batches(rows_of(columns, cursor))
-            with closing(source) as batches:
+        for turn, (threads, workers) in enumerate(ways):
+            found = loader(shards, columns, threads, workers=workers)
+            with closing(found.batches(rows_of(columns, cursor))) as batches:
                 for batch in islice(batches, int(rng.integers(1, 9))):
                     got.append(batch.checksum())
                     cursor = batch.row.after
-            tiny.build_dataset(path, tiny.random_samples(3, seed=threads))
+            tiny.build_dataset(path, tiny.random_samples(3, seed=turn))
+    assert len(got) >= len(ways)
     assert got == wanted[: len(got)]
     with Dataset.open(path).reader() as reader:
-        assert reader.extracted().num_rows == 55
+        assert reader.trainable().num_rows == 40 + 3 * len(ways)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_devices_share_the_same_global_batches(size: int) -> None:
+    samples = tiny.random_samples(60)
+    columns = tiny.columns(samples)
+    reader = tiny.MemoryReader(samples)
+    alone = loader(reader, columns).batches(rows_of(columns))
+    wanted = [batch.checksum() for batch in islice(alone, 30)]
+    ranks = []
+    for rank in range(size):
+        steps = data.step_rows(rows_of(columns), 6)
+        mine = (row for step in steps for row in data.share(step, rank, size))
+        with closing(loader(reader, columns, 2).batches(mine)) as batches:
+            ranks.append([batch.checksum() for batch in islice(batches, 30 // size)])
+    each = 6 // size
+    together = [
+        checksum
+        for step in range(5)
+        for rank in ranks
+        for checksum in rank[step * each : (step + 1) * each]
+    ]
+    assert together == wanted
 
 
 def test_what_waits_is_bounded() -> None:
@@ -180,7 +225,7 @@ def test_states_of_another_shape_are_refused(shape: StatesShape) -> None:
 
 def test_a_shard_reader_can_be_sent_to_a_worker(dataset: Path) -> None:
     with Dataset.open(dataset).reader() as reader:
-        columns = data.select(reader.extracted(), tiny.CONTEXT).samples
+        columns = data.select(reader.trainable(), tiny.CONTEXT).samples
     with closing(ShardReader(dataset)) as shards:
         sent_reader, sent_columns, rows = pickle.loads(
             pickle.dumps((shards, columns, list(islice(rows_of(columns), 3))))

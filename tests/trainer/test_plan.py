@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +12,9 @@ import pyarrow as pa
 import pytest
 
 from draftmill.manifests.errors import DamagedError, DatasetError
-from draftmill.trainer.plan import load_plan, make_plan, save_plan
+from draftmill.trainer import data
+from draftmill.trainer.data import Cursor
+from draftmill.trainer.plan import grow, load_plan, make_plan, next_epoch, save_plan
 from draftmill.trainer.settings import TrainSettings
 from tests.trainer.test_data import table
 
@@ -69,6 +74,104 @@ def test_missing_samples_are_refused_by_name(tmp_path: Path, fault: str) -> None
     with pytest.raises(DatasetError, match="gone or have changed") as caught:
         load_plan(tmp_path / "p", now, 64)
     assert ("ids 17)" in str(caught.value)) == (fault != "everything")
+
+
+MORE = [(f"new{n}", 2, 5 + n % 20) for n in range(90)]
+
+
+def rows_of(plan, start: Cursor, count: int):
+    rows = data.training_rows(plan.train, seed=0, room=64, start=start, since=plan.since)
+    return list(islice(rows, count))
+
+
+def test_growth_begins_with_an_epoch_and_changes_nothing_before_it(tmp_path: Path) -> None:
+    plan = make_plan(table(ROWS), SETTINGS)
+    whole = rows_of(plan, Cursor(), 3 * plan.packing.rows)
+    for at in (1, plan.packing.rows // 2, plan.packing.rows + 3):
+        cursor = whole[at - 1].after
+        epoch, row = next_epoch(plan, SETTINGS, cursor)
+        assert row == next(r.cursor.row for r in whole if r.cursor.epoch == epoch)
+        grown = grow(plan, table(ROWS + MORE), replace(SETTINGS, epochs=4), epoch=epoch, row=row)
+        save_plan(grown, tmp_path / "p")
+        # a later start finds the same plan, wherever the samples lie and however many there are
+        again = load_plan(tmp_path / "p", table(ROWS + MORE + [("x", 2, 9)] * 9), 64)
+        assert again.since.tolist() == grown.since.tolist()
+        assert again.train.id.tolist() == grown.train.id.tolist()
+        assert again.validation.id.tolist() == plan.validation.id.tolist()
+        rows = rows_of(again, Cursor(), row + 3 * plan.packing.rows)
+        assert rows[:row] == whole[:row]
+        after = [m for r in rows if r.cursor.epoch == epoch for m in r.members]
+        assert sorted(after) == list(range(len(grown.train)))
+        # and going on from within gives what comes anyway
+        assert rows_of(again, cursor, 20) == rows[at : at + 20]
+        assert grown.steps > plan.steps
+
+
+def test_new_samples_of_the_validation_split_are_not_trained_on() -> None:
+    """Turns of a conversation that is held out stay out, whenever they come (T6)."""
+    plan = make_plan(table(ROWS), SETTINGS)
+    turns = [(name, 2, 9) for name, _, _ in ROWS]
+    grown = grow(plan, table(ROWS + turns), SETTINGS, epoch=1, row=plan.packing.rows)
+    held_out = set(plan.validation.conversation.tolist())
+    assert len(grown.train) == 2 * len(plan.train)
+    assert held_out.isdisjoint(grown.train.conversation.tolist())
+
+
+def test_growth_twice_and_growth_without_anything_new() -> None:
+    plan = make_plan(table(ROWS), SETTINGS)
+    assert grow(plan, table(ROWS), SETTINGS, epoch=1, row=9) is plan
+    once = grow(plan, table(ROWS + MORE[:40]), SETTINGS, epoch=1, row=9)
+    settings = replace(SETTINGS, epochs=5)
+    twice = grow(once, table(ROWS + MORE), settings, epoch=3, row=99)
+    fresh = len(twice.train) - len(once.train)
+    assert fresh > 30
+    assert (np.diff(twice.since) >= 0).all()
+    assert twice.since[-fresh:].tolist() == [3] * fresh
+    # past the last epoch nothing of it would be used
+    assert grow(plan, table(ROWS + MORE), SETTINGS, epoch=2, row=99) is plan
+    # a fixed number of steps stays fixed
+    fixed = replace(SETTINGS, steps=1000)
+    assert grow(make_plan(table(ROWS), fixed), table(ROWS + MORE), fixed, epoch=9, row=9).steps == (
+        1000
+    )
+
+
+@pytest.mark.slow
+def test_a_million_samples_are_planned_in_flat_memory() -> None:
+    """No object a sample: the plan and its making stay far below what Python objects would take."""
+    count = 1_000_000
+    numbers = pa.array(np.arange(count))
+    hexes = pa.array([f"{n:032x}" for n in range(1000)])
+    names = pa.array([f"conversation {n}" for n in range(1000)])
+    picks = pa.array(np.arange(count) % 1000)
+    many = pa.table(
+        {
+            "id": numbers,
+            "conversation": names.take(picks),
+            "prompt_tokens": pa.array(np.full(count, 9)),
+            "tokens": pa.array(20 + np.arange(count) % 900),
+            "digest": hexes.take(picks),
+            **{
+                f"{stage}_{part}": numbers
+                for stage in ("generate", "extract")
+                for part in ("shard", "offset", "length")
+            },
+        }
+    )
+    tracemalloc.start()
+    plan = make_plan(many, TrainSettings(max_seq_len=4096))
+    first = rows_of_million(plan)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(plan.train) + len(plan.validation) == count
+    assert len(first.members) > 3
+    # 92 bytes a sample in the plan, and as much again for what is selected from
+    assert peak < 400 * count
+
+
+def rows_of_million(plan):
+    rows = data.training_rows(plan.train, seed=0, room=4096, start=Cursor(), since=plan.since)
+    return next(rows)
 
 
 def test_nothing_to_train_on_says_why() -> None:

@@ -64,11 +64,12 @@ class Killed(BaseException):
 
 
 def run(
-    dataset: Path, target: TargetModel, output: Path, on_progress=None, **changes
+    dataset: Path, target: TargetModel, output: Path, on_progress=None, *, grow=False, **changes
 ) -> TrainReport:
     return train(
         dataset,
         replace(SETTINGS, **changes),
+        grow=grow,
         target=target,
         target_layer_ids=tiny.LAYER_IDS,
         output=output,
@@ -165,6 +166,36 @@ def test_killed_anywhere_it_goes_on_with_the_same_batches_and_losses(
     ).read_bytes()
     trained = [e["step"] for e in read_log(output / "log.jsonl") if e["kind"] == "train"]
     assert trained == list(range(1, 25))
+
+
+def test_grow_takes_new_samples_in_at_the_next_epoch_and_stays_exact(
+    whole: tuple[Path, TrainReport, Steps],
+    dataset: Path,
+    target: TargetModel,
+    tmp_path: Path,
+) -> None:
+    path = shutil.copytree(dataset, tmp_path / "dataset")
+    before = Steps(die_at=11)
+    with pytest.raises(Killed):
+        run(path, target, tmp_path / "run", before, validation=0.2)
+    known = {sample for _, samples, _ in whole[2].seen for sample in samples}
+    tiny.build_dataset(path, list(tiny.answers(target.folder, 30, seed=9)))
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    grown = Steps()
+    run(path, target, tmp_path / "run", grown, grow=True)
+    steps = {step: samples for step, samples, _ in grown.seen}
+    epoch_end = (whole[1].samples + 1) // 2  # two samples fit into a row
+    first_new = min(step for step, samples in steps.items() if set(samples) - known)
+    assert 9 < epoch_end < first_new < 24
+    # up to the end of the epoch that was under way, nothing changed
+    assert grown.seen[: epoch_end - 8] == whole[2].seen[8:epoch_end]
+    # killed after growing, it goes on by the grown plan without being asked to grow
+    died = Steps(die_at=10)
+    with pytest.raises(Killed):
+        run(path, target, tmp_path / "again", died, grow=True)
+    rest = Steps()
+    run(path, target, tmp_path / "again", rest)
+    assert died.seen + rest.seen[2:] == grown.seen
 
 
 PROGRAM = """

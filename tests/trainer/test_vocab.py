@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from draftmill.manifests.target import TargetModel
 from draftmill.trainer.vocab import (
     build_mapping,
     count_tokens,
+    keep_vocab,
     load_mapping,
     make_vocab,
     save_mapping,
@@ -109,6 +111,53 @@ def test_it_is_kept_and_used_again_until_the_data_changes(
     assert len(list((path / "vocab").iterdir())) == 3
     stored[0].write_bytes(stored[0].read_bytes()[:-1])
     assert load_mapping(stored[0], tiny.VOCAB) is None
+
+
+def test_whatever_changes_in_the_data_changes_the_key(tmp_path: Path, target: TargetModel) -> None:
+    """T1: more, fewer or other completions never meet a mapping that was counted before."""
+    samples = tiny.random_samples(12)
+    other = [*samples[:-1], tiny.random_samples(1, seed=7)[0]]
+    shorter = [*samples[:-1], replace(samples[-1], completion=samples[-1].completion[:1],
+        states=samples[-1].states[: len(samples[-1].prompt) + 1])]  # fmt: skip
+    keys = {}
+    for name, kept in (
+        ("all", samples), ("fewer", samples[:-1]), ("other", other), ("shorter", shorter),
+    ):  # fmt: skip
+        path = tiny.build_dataset(tmp_path / name, kept).path
+        keys[name] = make_vocab(path, 64, target=target).fingerprint
+    assert len(set(keys.values())) == len(keys), keys
+    again = tiny.build_dataset(tmp_path / "again", samples).path
+    assert make_vocab(again, 64, target=target).fingerprint == keys["all"]
+
+
+@pytest.mark.parametrize("what", ["fingerprint", "size", "target"])
+def test_a_stale_mapping_under_the_right_name_is_counted_anew(
+    tmp_path: Path, target: TargetModel, what: str
+) -> None:
+    path = tiny.build_dataset(tmp_path / "d", tiny.random_samples(10)).path
+    right = make_vocab(path, 64, target=target)
+    (stored,) = (path / "vocab").iterdir()
+    size, total = {"size": (65, tiny.VOCAB), "target": (64, 500)}.get(what, (64, tiny.VOCAB))
+    counts = np.random.default_rng(9).integers(0, 9, total)
+    name = "another" if what == "fingerprint" else right.fingerprint
+    save_mapping(build_mapping(counts, np.zeros_like(counts), size, name), stored)
+    found = make_vocab(path, 64, target=target)
+    assert (found.target_ids == right.target_ids).all()
+    assert (found.counts == right.counts).all()
+
+
+def test_a_drafts_own_vocabulary_gets_the_coverage_of_this_data(
+    tmp_path: Path, target: TargetModel
+) -> None:
+    samples = tiny.random_samples(10)
+    path = tiny.build_dataset(tmp_path / "d", samples).path
+    seen = np.unique(np.concatenate([sample.completion for sample in samples])).astype(np.int64)
+    for ids in (seen, np.setdiff1d(np.arange(tiny.VOCAB), seen), seen[::2]):
+        kept = keep_vocab(path, ids, target=target)
+        assert (kept.target_ids == ids).all()
+        inside = sum(np.isin(sample.completion, ids).sum() for sample in samples)
+        assert kept.coverage == pytest.approx(inside / sum(len(s.completion) for s in samples))
+    assert not list((path / "vocab").iterdir()), "a foreign vocabulary is none of the dataset's"
 
 
 def test_a_mapping_of_another_target_is_not_used(tmp_path: Path) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from draftmill.manifests import codec
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DamagedError
+from draftmill.manifests.reader import StatesBlocks
 from draftmill.manifests.types import (
     Attempt,
     Completion,
@@ -22,7 +25,7 @@ from draftmill.manifests.types import (
 )
 from draftmill.trainer import data
 from draftmill.trainer.data import Samples
-from draftmill.trainer.loader import StatesShape
+from draftmill.trainer.rows import StatesShape
 
 HIDDEN, LAYERS, VOCAB, CONTEXT = 64, 6, 512, 256
 LAYER_IDS = (1, 3, 5)
@@ -83,6 +86,12 @@ class MemoryReader:
         self.read.append(location.offset)
         return self.samples[location.offset].states[:tokens]
 
+    def blocks(self, location: Location, *, tokens: int | None = None) -> StatesBlocks:
+        states = self.states(location, tokens=tokens)
+        lengths = codec.block_lengths(len(states))
+        payloads = [memoryview(b) for b in codec.encode_states(states, "em-zfast")]
+        return StatesBlocks("em-zfast", states.shape, lengths, payloads)
+
 
 def columns(samples: list[Sample], max_seq_len: int = CONTEXT) -> Samples:
     """The planning columns of samples in memory."""
@@ -90,8 +99,8 @@ def columns(samples: list[Sample], max_seq_len: int = CONTEXT) -> Samples:
     at = np.stack([np.zeros(count, int), np.arange(count), np.ones(count, int)], axis=1)
     return Samples(
         id=np.arange(count) + 100,
-        digest=np.array([f"{n:032x}" for n in range(count)]),
-        conversation=data._hashes([s.conversation for s in samples]),
+        digest=np.stack([np.zeros(count), np.arange(count)], axis=1).astype(np.uint64),
+        conversation=data._hashes(pa.chunked_array([[s.conversation for s in samples]])),
         prompt_tokens=np.array([len(s.prompt) for s in samples], np.int32),
         tokens=np.minimum([len(s.states) for s in samples], max_seq_len).astype(np.int32),
         completion_at=at,
@@ -99,8 +108,18 @@ def columns(samples: list[Sample], max_seq_len: int = CONTEXT) -> Samples:
     )
 
 
-def build_dataset(path: Path, samples: list[Sample], *, source: str = "s") -> Dataset:
-    """A real dataset that holds `samples` extracted; called again, it adds more."""
+def build_dataset(
+    path: Path,
+    samples: list[Sample],
+    *,
+    source: str = "s",
+    layer_ids: tuple[int, ...] = (*LAYER_IDS, LAYERS),
+    codecs: Sequence[str] = ("em-zfast",),
+) -> Dataset:
+    """A real dataset that holds `samples` extracted; called again, it adds more.
+
+    The samples take turns with `codecs`.
+    """
     dataset = Dataset(path)
     if not dataset.config_path.exists():
         dataset = Dataset.create(path, "# test\n")
@@ -119,8 +138,9 @@ def build_dataset(path: Path, samples: list[Sample], *, source: str = "s") -> Da
         )
         pending = writer.pending(0, 1 << 20)
         writer.commit([_generated(p, s) for p, s in zip(pending, samples, strict=True)])
-        states = iter(samples)
-        writer.commit([_extracted(g, next(states)) for g in writer.generated(0, 1 << 20)])
+        states = iter(zip(samples, cycle(codecs)))
+        generated = writer.generated(0, 1 << 20)
+        writer.commit([_extracted(g, *next(states), layer_ids) for g in generated])
         writer.publish(snapshot=True)
     return dataset
 
@@ -145,13 +165,13 @@ def _generated(prompt, sample: Sample) -> Result:
     return Result(attempt=attempt, hash=prompt.hash, completion=completion)
 
 
-def _extracted(generated, sample: Sample) -> Result:
+def _extracted(generated, sample: Sample, name: str, layer_ids: tuple[int, ...]) -> Result:
     payload = StatesPayload(
-        codec="em-zfast",
+        codec=name,
         shape=sample.states.shape,
-        blocks=codec.encode_states(sample.states, "em-zfast"),
+        blocks=codec.encode_states(sample.states, name),
         digest=generated.digest,
-        target_layer_ids=(*LAYER_IDS, LAYERS),
+        target_layer_ids=layer_ids,
     )
     attempt = Attempt(
         id=generated.id, stage="extract", attempt=generated.attempts + 1, outcome="extracted"
@@ -159,7 +179,7 @@ def _extracted(generated, sample: Sample) -> Result:
     return Result(attempt=attempt, hash=generated.hash, states=payload)
 
 
-def save_target(folder: Path) -> Path:
+def save_target(folder: Path, *, seed: int = 5) -> Path:
     """A random Llama of six layers, saved as Hugging Face saves one."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -174,7 +194,7 @@ def save_target(folder: Path) -> Path:
         max_position_embeddings=CONTEXT,
         initializer_range=0.3,
     )
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 

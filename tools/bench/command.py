@@ -5,6 +5,7 @@ the same list of figures, as a table or as JSON. The measuring is in the module 
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
+
+from draftmill.manifests.sizes import parse_size
+from draftmill.tools.bench.experiments.command import on_policy_command, precision_command
 
 Figures = Sequence[Mapping[str, Any]]  # name, value, unit, baseline, ratio
 
@@ -49,6 +53,88 @@ def shards_command(states: str | None, rounds: int, as_json: bool) -> None:
     show(shards.run(Path(states) if states else None, rounds=rounds), as_json=as_json)
 
 
+@bench_command.command("loader")
+@click.option("--states", metavar="FILE", help="A .npy of bf16 bit patterns, uint16 [T, L, H].")
+@click.option("--size", default="512MiB", show_default=True, help="Of the states, in bf16.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="cuda: also train a draft from shards, and from batches that the GPU holds.",
+)
+@click.option("--threads", default=2, show_default=True, type=click.IntRange(min=1))
+@click.option("--steps", default=200, show_default=True, type=click.IntRange(min=1))
+@click.option("--folder", metavar="DIR", help="Where the samples are made; on the disk to measure.")
+@_common
+def loader_command(
+    states: str | None,
+    size: str,
+    device: str,
+    threads: int,
+    steps: int,
+    folder: str | None,
+    rounds: int,
+    as_json: bool,
+) -> None:
+    """The training loader against speculators' files, on samples made for it at SmolLM2's sizes.
+
+    \b
+    draftmill bench loader
+    draftmill bench loader --device cuda --size 4GiB --threads 8 --folder /data
+    """
+    from draftmill.tools.bench import loader, loader_data
+
+    options = loader.LoaderBench(
+        bench=loader_data.Bench(
+            raw_bytes=parse_size(size), states_file=Path(states) if states else None
+        ),
+        rounds=rounds,
+        threads=threads,
+        device=device,
+        steps=steps,
+    )
+    with tempfile.TemporaryDirectory(prefix="draftmill-bench-", dir=folder) as scratch:
+        show(loader.run(options, Path(scratch)), as_json=as_json)
+
+
+@bench_command.command("extract")
+@click.option("--states", metavar="FILE", help="A .npy of bf16 bit patterns, uint16 [T, L, H].")
+@click.option("--samples", default=96, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--sample-tokens", default=4096, show_default=True, type=click.IntRange(min=32), metavar="N"
+)
+@click.option("--codec", default="em-zfast", show_default=True)
+@click.option("--folder", metavar="DIR", help="Where the datasets go. [default: TMPDIR]")
+@_common
+def extract_command(
+    states: str | None,
+    samples: int,
+    sample_tokens: int,
+    codec: str,
+    folder: str | None,
+    rounds: int,
+    as_json: bool,
+) -> None:
+    """The extract stage against its codec alone; the server's files are there already.
+
+    \b
+    draftmill bench extract
+    draftmill bench extract --states mine.npy --folder /data --json
+    """
+    from draftmill.tools.bench import extract
+
+    found = extract.run(
+        Path(states) if states else None,
+        rounds=rounds,
+        samples=samples,
+        sample_tokens=sample_tokens,
+        codec=codec,
+        **({"folder": Path(folder)} if folder else {}),
+    )
+    show(found, as_json=as_json)
+
+
 def show(found: Figures, *, as_json: bool) -> None:
     """Prints the figures of one bench."""
     if as_json:
@@ -65,3 +151,7 @@ def _table(found: Figures) -> Table:
         cells = (row["name"], row["value"], row["unit"], row["baseline"], row["ratio"])
         table.add_row(*(f"{c:,.3g}" if isinstance(c, float) else str(c or "") for c in cells))
     return table
+
+
+bench_command.add_command(precision_command)
+bench_command.add_command(on_policy_command)

@@ -9,6 +9,7 @@ Legend: T tokens, L layers, H hidden size; states are bf16 bit patterns, uint16 
 
 from __future__ import annotations
 
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,15 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.manifests import codec
+from draftmill.manifests import codec, codec_error
 from draftmill.manifests.errors import UsageError
 from draftmill.manifests.target import TargetModel
-from draftmill.tools.bench import codec_error
+from draftmill.tools.bench.figure import Figure
+from draftmill.tools.bench.reads import bench_reads
 
 BASELINE = "zstd-1"
 FP8 = "fp8-e4m3"
@@ -33,16 +34,6 @@ SAMPLE_TOKENS = 2048
 _MIN_ROUNDS = 5
 
 Words = NDArray[np.uint16]
-
-
-class Figure(TypedDict):
-    """One figure; `ratio` is `value` over the same figure of `baseline`."""
-
-    name: str
-    value: float
-    unit: str
-    baseline: str | None
-    ratio: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,17 +81,25 @@ def run(
     `model_folder` is the model that the states in the file came from: lossy codecs then get their
     KL through its lm_head.
     """
-    if states_file is None:
-        # only here, so that a file can be benched where there is no torch
-        from draftmill.tools.bench import states as bench_states
-        from draftmill.tools.demo import cache_folder
-        from draftmill.tools.embedded import ensure_model
-
-        model_folder = ensure_model(cache_folder())
-        states_file = bench_states.saved_states(model_folder, cache_folder())
+    states, embedded = states_of_bench(states_file)
+    model_folder = model_folder or embedded
     target = TargetModel.from_folder(model_folder) if model_folder else None
     settings = ShardsBench(codecs=tuple(codecs), rounds=rounds)
-    return bench_shards(load_states(states_file), settings, target=target)
+    figures = bench_shards(states, settings, target=target)
+    return figures + bench_reads(states, Path(tempfile.gettempdir()))
+
+
+def states_of_bench(states_file: Path | None) -> tuple[Words, Path | None]:
+    """The states in a file or, without one, those of the embedded model, and its folder."""
+    if states_file is not None:
+        return load_states(states_file), None
+    # only here, so that a file can be benched where there is no torch
+    from draftmill.tools.bench import states as bench_states
+    from draftmill.tools.demo import cache_folder
+    from draftmill.tools.embedded import ensure_model
+
+    model_folder = ensure_model(cache_folder())
+    return load_states(bench_states.saved_states(model_folder, cache_folder())), model_folder
 
 
 def bench_shards(
@@ -136,7 +135,7 @@ class _Contender(ABC):
     def __init__(self, samples: Sequence[Words]) -> None:
         self.samples = samples
         self.out = [np.zeros_like(sample) for sample in samples]
-        self.stored: list[list[bytes]] = [[] for _ in samples]
+        self.stored: list[Sequence[bytes | memoryview]] = [[] for _ in samples]
         for index in range(len(samples)):
             self.encode(index)
 

@@ -1,13 +1,15 @@
 """What lossy storage of hidden states costs: error by layer and channel, KL through the lm_head.
 
-Pure arithmetic in numpy; who prints or stores the figures is up to the caller. Also holds the fp8
-baseline that they are compared with.
+Pure arithmetic in numpy; who measures when, and who prints it, is up to the caller. Also holds the
+fp8 baseline of the benches, and the sums that a dataset keeps.
 
 Legend: T tokens, L layers, H hidden size, V vocabulary; words are bf16 bit patterns, uint16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ FP8_MAX = 448.0  # e4m3 without infinities
 FP8_MANTISSA_BITS = 3
 FP8_MIN_EXPONENT = -6
 _KL_TOKENS = 64  # logits of that many tokens at a time: 2 x 64 x V float32
+_HEAD_ROWS = 8192  # of the lm_head at a time
 
 
 def to_floats(words: NDArray[Any]) -> Floats:
@@ -88,9 +91,9 @@ def kl_through_lm_head(target: TargetModel, exact_TH: Words, decoded_TH: Words) 
     """Mean over tokens of KL(exact || decoded) in nats, of the target's next-token distributions.
 
     The states are those of the last layer, before the final norm. Both are taken through norm and
-    lm_head in float32. Raises ConfigError where the target's weights are not at hand.
+    lm_head in float32; of the lm_head a slice at a time is in memory. Raises ConfigError where the
+    target's weights are not at hand.
     """
-    head = to_floats(target.lm_head())
     weight = to_floats(target.final_norm())
     if target.norm_adds_one:
         weight = weight + 1
@@ -98,17 +101,24 @@ def kl_through_lm_head(target: TargetModel, exact_TH: Words, decoded_TH: Words) 
     total = 0.0
     for start in range(0, len(exact_TH), _KL_TOKENS):
         rows = slice(start, start + _KL_TOKENS)
-        exact = _log_probabilities(to_floats(exact_TH[rows]), weight, head, epsilon)
-        other = _log_probabilities(to_floats(decoded_TH[rows]), weight, head, epsilon)
+        both = np.stack([to_floats(exact_TH[rows]), to_floats(decoded_TH[rows])])
+        exact, other = _log_probabilities(both, weight, target, epsilon)
         total += float((np.exp(exact) * (exact - other)).sum(dtype=np.float64))
     return total / max(1, len(exact_TH))
 
 
-def _log_probabilities(states_TH: Floats, weight: Floats, head: Floats, epsilon: float) -> Floats:
-    mean_square = np.mean(states_TH * states_TH, axis=1, keepdims=True)
-    logits: Floats = (states_TH / np.sqrt(mean_square + epsilon) * weight) @ head.T
-    logits -= logits.max(axis=1, keepdims=True)
-    logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+def _log_probabilities(
+    states: Floats, weight: Floats, target: TargetModel, epsilon: float
+) -> Floats:
+    """[..., T, V] from last-layer states [..., T, H]."""
+    mean_square = np.mean(states * states, axis=-1, keepdims=True)
+    normed = states / np.sqrt(mean_square + epsilon) * weight
+    logits: Floats = np.empty((*states.shape[:-1], target.vocab_size), np.float32)
+    for start in range(0, target.vocab_size, _HEAD_ROWS):
+        rows = np.arange(start, min(start + _HEAD_ROWS, target.vocab_size))
+        logits[..., rows] = normed @ to_floats(target.lm_head(rows)).T
+    logits -= logits.max(axis=-1, keepdims=True)
+    logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     return logits
 
 
@@ -118,3 +128,76 @@ def _layers(exact_TLH: Words, decoded_TLH: Words) -> list[tuple[Words, Words]]:
 
 def _difference(exact: Words, decoded: Words) -> Floats:
     return to_floats(decoded) - to_floats(exact)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorSums:
+    """What was measured of one codec so far, by layer id; adds up over samples and runs.
+
+    Squares are of the error and of the states, over tokens and channels; KL is in nats.
+    """
+
+    samples: int = 0
+    tokens: int = 0
+    error_squares: Mapping[str, float] = field(default_factory=dict)
+    state_squares: Mapping[str, float] = field(default_factory=dict)
+    kl_sum: float = 0.0
+    kl_tokens: int = 0
+
+    def __add__(self, other: ErrorSums) -> ErrorSums:
+        return ErrorSums(
+            samples=self.samples + other.samples,
+            tokens=self.tokens + other.tokens,
+            error_squares=_added(self.error_squares, other.error_squares),
+            state_squares=_added(self.state_squares, other.state_squares),
+            kl_sum=self.kl_sum + other.kl_sum,
+            kl_tokens=self.kl_tokens + other.kl_tokens,
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """What `status --json` has of it: relative error by layer id, mean KL or null."""
+        return {
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "relative_error": {
+                layer: (self.error_squares[layer] / squares) ** 0.5 if squares else 0.0
+                for layer, squares in self.state_squares.items()
+            },
+            "kl_nats": self.kl_sum / self.kl_tokens if self.kl_tokens else None,
+        }
+
+
+def error_sums(
+    exact_TLH: Words,
+    decoded_TLH: Words,
+    layer_ids: tuple[int, ...],
+    *,
+    target: TargetModel | None,
+    kl_tokens: int,
+) -> ErrorSums:
+    """The sums of one sample. KL, through `target`, is of up to `kl_tokens` tokens spread over it.
+
+    Raises ConfigError where the target's weights cannot be used.
+    """
+    errors, squares = {}, {}
+    for layer, (exact, decoded) in zip(layer_ids, _layers(exact_TLH, decoded_TLH), strict=True):
+        errors[str(layer)] = float(np.sum(_difference(exact, decoded) ** 2, dtype=np.float64))
+        squares[str(layer)] = float(np.sum(to_floats(exact) ** 2, dtype=np.float64))
+    kl, count = 0.0, 0
+    if target is not None and len(exact_TLH):
+        chosen = slice(None, None, max(1, -(-len(exact_TLH) // kl_tokens)))
+        last = exact_TLH[chosen, -1]
+        count = len(last)
+        kl = count * kl_through_lm_head(target, last, decoded_TLH[chosen, -1])
+    return ErrorSums(
+        samples=1,
+        tokens=len(exact_TLH),
+        error_squares=errors,
+        state_squares=squares,
+        kl_sum=kl,
+        kl_tokens=count,
+    )
+
+
+def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {key: one.get(key, 0.0) + other.get(key, 0.0) for key in {**one, **other}}

@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from draftmill.manifests import codec_error
 from draftmill.manifests.target import TargetModel
-from draftmill.tools.bench import codec_error
 
 
 def normal_words(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.uint16]:

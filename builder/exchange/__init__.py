@@ -1,0 +1,1 @@
+"""Datasets of other tools: writing them from ours, and making ours of them."""

@@ -1,0 +1,126 @@
+"""Reading hidden states back: any block length, any prefix, and records that lie about both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftmill.manifests import codec
+from draftmill.manifests.errors import DamagedError
+from draftmill.manifests.reader import ShardReader
+from draftmill.manifests.record import Draft
+from draftmill.manifests.shard import ShardWriter
+from draftmill.manifests.types import Attempt, Location, StatesTLH
+
+CODECS = ("em-zfast", "bitround-4", "rot4", "raw")
+
+
+def states_of(num_tokens: int, layers: int = 2, hidden: int = 70) -> StatesTLH:
+    values = np.random.default_rng(num_tokens).normal(size=(num_tokens, layers, hidden))
+    words: StatesTLH = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return words
+
+
+def draft_of(
+    states: StatesTLH, name: str, block_tokens: int, claims: dict[str, Any] | None = None
+) -> Draft:
+    """A record of these states; `claims` are what its header says instead."""
+    blocks = codec.encode_states(states, name, block_tokens=block_tokens)
+    form = {"codec": name, "shape": list(states.shape), "block_tokens": block_tokens}
+    content = {**form, **(claims or {})}
+    raw_bytes = content.pop("raw_bytes", states.nbytes)
+    return Draft(
+        id=1,
+        hash="0" * 32,
+        stage="extract",
+        attempt=Attempt(id=1, stage="extract", attempt=1, outcome="extracted"),
+        digest="d",
+        tokens=len(states),
+        raw_bytes=raw_bytes,
+        content=content,
+        payloads=[(f"states.{i:04d}", block) for i, block in enumerate(blocks)],
+    )
+
+
+def stored(root: Path, item: Draft) -> Location:
+    folder = root / "hidden_states"
+    folder.mkdir(exist_ok=True)
+    number = len(list(folder.iterdir()))
+    writer = ShardWriter(folder, "hidden_states", 1 << 20, next_number=number, resume=None)
+    location = writer.append(item)[1]
+    writer.close()
+    return location
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(CODECS),
+    st.integers(0, 300),
+    st.sampled_from([1, 7, 64, 100, 256, 299, 300, 301, 512, 1024]),
+    st.integers(1, 3),
+    st.data(),
+)
+def test_every_prefix_with_every_block_length(
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    num_tokens: int,
+    block_tokens: int,
+    threads: int,
+    data: st.DataObject,
+) -> None:
+    root = tmp_path_factory.mktemp("reader")
+    states = states_of(num_tokens)
+    item = draft_of(states, name, block_tokens)
+    location = stored(root, item)
+    whole = np.empty_like(states)
+    blocks = [block for _, block in item.payloads]
+    codec.decode_states(name, blocks, whole, block_tokens=block_tokens)
+    if codec.is_lossless(name):
+        np.testing.assert_array_equal(whole, states)
+    reader = ShardReader(root)
+    np.testing.assert_array_equal(reader.states(location, threads=threads), whole)
+    tokens = data.draw(st.integers(0, num_tokens + 5), label="tokens")
+    prefix = whole[:tokens]
+    found = reader.states(location, tokens=tokens, threads=threads)
+    np.testing.assert_array_equal(found, prefix)
+    out = np.zeros_like(prefix)
+    assert reader.states(location, tokens=tokens, out=out, threads=threads) is out
+    np.testing.assert_array_equal(out, prefix)
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        {"block_tokens": 0},
+        {"block_tokens": -512},
+        {"block_tokens": 99},
+        {"block_tokens": 1},
+        {"block_tokens": 1e308},
+        {"block_tokens": "many"},
+        {"shape": [200, 2, 69]},
+        {"shape": [-200, -2, 70]},
+        {"shape": [200, 2]},
+        {"shape": [200.5, 2, 70], "codec": "none"},
+        {"codec": "zip"},
+        # nothing at all, in a billion blocks
+        {"shape": [10**9, 0, 0], "block_tokens": 1, "raw_bytes": 0},
+        {"shape": [1 << 60, 2, 70], "block_tokens": 1 << 60, "raw_bytes": (1 << 60) * 2 * 70 * 2},
+        {"shape": [10**7, 2, 70], "block_tokens": 5 * 10**6, "raw_bytes": 10**7 * 2 * 70 * 2},
+    ],
+)
+def test_a_record_that_lies_about_its_shape(tmp_path: Path, claims: dict[str, Any]) -> None:
+    location = stored(tmp_path, draft_of(states_of(200), "em-zfast", 100, claims))
+    with pytest.raises(DamagedError, match="hidden_states/000000 at byte"):
+        ShardReader(tmp_path).states(location)
+
+
+def test_a_buffer_of_another_shape_is_refused(tmp_path: Path) -> None:
+    location = stored(tmp_path, draft_of(states_of(200), "em-zfast", 100))
+    with pytest.raises(ValueError, match="out has shape"):
+        ShardReader(tmp_path).states(location, out=np.empty((100, 2, 70), np.uint16))

@@ -1,0 +1,104 @@
+"""The merge of planes in torch gives the bits that the codec gives, whatever was stored how."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftmill.manifests import codec
+from draftmill.manifests.dataset import Dataset
+from draftmill.manifests.errors import DamagedError
+from draftmill.manifests.reader import ShardReader
+from draftmill.trainer import data, planes
+from draftmill.trainer.data import Cursor
+from draftmill.trainer.loader import RowLoader
+from draftmill.trainer.rows import load_row, merge_row, read_row
+from tests.manifests.test_codec_lossy import finite_states
+from tests.trainer import tiny
+
+
+@pytest.mark.parametrize("name", codec.CODECS)
+@settings(max_examples=15, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 90), st.integers(1, 3), st.integers(1, 150)),
+    seed=st.integers(0, 2**32 - 1),
+    start=st.integers(0, 300),
+)
+def test_merged_bits_are_decoded_bits(
+    name: str, shape: tuple[int, int, int], seed: int, start: int
+) -> None:
+    states = finite_states(shape, seed)
+    if codec.is_lossless(name):
+        states = np.random.default_rng(seed).integers(0, 1 << 16, shape, dtype=np.uint16)
+    (payload,) = codec.encode_states(states, name)
+    wanted = np.empty(shape, np.uint16)
+    codec.decode_states(name, [payload], wanted)
+    block, end = planes.block_planes(name, shape, start)
+    arena = torch.empty(end, dtype=torch.uint8)
+    planes.decode_into(payload, block, arena.numpy())
+    got = planes.merge(block, arena).transpose(0, 1).contiguous().view(torch.int16)
+    assert np.array_equal(got.numpy().view(np.uint16), wanted)
+
+
+def samples_of_all_lengths() -> list[tiny.Sample]:
+    """Short ones, ones at the edges of blocks, and ones of several blocks."""
+    rng = np.random.default_rng(7)
+    found = []
+    for tokens in (2, 3, 511, 512, 513, 1024, 1025, 1300, 20, 40):
+        prompt = rng.integers(0, tiny.VOCAB, 1, dtype=np.int32)
+        completion = rng.integers(0, tiny.VOCAB, tokens - 1, dtype=np.int32)
+        states = finite_states((tokens, 4, tiny.HIDDEN), tokens)
+        found.append(tiny.Sample(prompt, completion, states, f"c{tokens}"))
+    return found
+
+
+@pytest.mark.parametrize("cut", [2000, 1025, 600, 512, 100])
+def test_rows_of_mixed_codecs_are_the_same_both_ways(tmp_path: Path, cut: int) -> None:
+    """A cut inside a block, at its edge, and none; samples of different codecs in one row."""
+    codecs = ("em-zfast", "rot4", "raw", "bitround-3")
+    path = tiny.build_dataset(tmp_path / "d", samples_of_all_lengths(), codecs=codecs).path
+    with Dataset.open(path).reader() as reader:
+        samples = data.select(reader.trainable(), cut).samples
+    rows = list(islice(data.training_rows(samples, seed=0, room=cut, start=Cursor()), 12))
+    assert any(len(row.members) > 1 for row in rows)
+    with closing(ShardReader(path)) as shards:
+        for row in rows:
+            for pad_to in (0, cut + 7):
+                whole = load_row(shards, samples, row, tiny.SHAPE, pad_to)
+                merged = merge_row(read_row(shards, samples, row, tiny.SHAPE, pad_to), "cpu")
+                assert merged.checksum() == whole.checksum()
+                assert (merged.row, merged.sample_ids, merged.lengths) == (
+                    whole.row,
+                    whole.sample_ids,
+                    whole.lengths,
+                )
+
+
+def test_the_loader_leaves_the_merge_to_the_device_when_told(dataset: Path) -> None:
+    with Dataset.open(dataset).reader() as reader:
+        samples = data.select(reader.trainable(), tiny.CONTEXT).samples
+    rows = list(islice(data.training_rows(samples, seed=0, room=64, start=Cursor()), 20))
+    with closing(ShardReader(dataset)) as shards:
+        ways = []
+        for late in (False, True):
+            loader = RowLoader(
+                shards, samples, tiny.SHAPE, threads=2, prefetch_bytes=1 << 20, planes=late
+            )
+            ways.append([batch.checksum() for batch in loader.batches(rows)])
+    assert ways[0] == ways[1]
+
+
+def test_a_damaged_payload_is_refused_on_the_way_to_the_planes() -> None:
+    states = finite_states((40, 2, 64), 1)
+    for name in codec.CODECS:
+        (payload,) = codec.encode_states(states, name)
+        block, end = planes.block_planes(name, states.shape, 0)
+        with pytest.raises(DamagedError):
+            planes.decode_into(payload[:-1], block, np.empty(end, np.uint8))

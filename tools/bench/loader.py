@@ -1,0 +1,277 @@
+"""The loader beside speculators' own, and beside no loader at all. Behind `draftmill bench loader`.
+
+Owns how it is measured; the samples are `loader_data`'s. Every round reads the same samples in
+every way, so that the machine's other load meets all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from draftmill.manifests.dataset import Dataset
+from draftmill.manifests.reader import ShardReader
+from draftmill.tools.bench import loader_data
+from draftmill.tools.bench.loader_data import Bench
+from draftmill.tools.bench.shards import Figure
+from draftmill.trainer import data, speculators_store
+from draftmill.trainer.data import Cursor, Row, Samples
+from draftmill.trainer.devices import joined
+from draftmill.trainer.draft_model import create_draft
+from draftmill.trainer.engine import Engine
+from draftmill.trainer.loader import RowLoader
+from draftmill.trainer.plan import make_plan, save_plan
+from draftmill.trainer.rows import Batch
+from draftmill.trainer.settings import TrainSettings
+from draftmill.trainer.vocab import make_vocab
+
+BASELINE = "speculators-files"
+_PLANNED = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderBench:
+    """What to measure: `rounds` readings of all samples in each way; the median counts.
+
+    `threads` is what each way may use: decode threads here, worker processes there (or none, where
+    that is faster). `steps` are those of a training on a device.
+    """
+
+    bench: Bench
+    rounds: int = 5
+    threads: int = 2
+    device: str = "cpu"
+    steps: int = 200
+    warmup_steps: int = 20
+
+    @property
+    def settings(self) -> TrainSettings:
+        """Settings of the runs that are measured."""
+        return TrainSettings(
+            max_seq_len=self.bench.room,
+            draft_vocab_size=min(32000, self.bench.vocab_size),
+            validation=0.0,
+            decode_threads=self.threads,
+            prefetch_mb=512,
+            device="cpu" if self.device == "cpu" else "cuda",
+        )
+
+
+def run(options: LoaderBench, folder: Path) -> list[Figure]:
+    """All figures, with everything that is needed made in `folder`."""
+    made = loader_data.make(options.bench, folder)
+    with Dataset.open(made.dataset).reader() as reader:
+        samples = data.select(reader.trainable(), options.bench.room).samples
+    figures = _reading(options, made, samples)
+    figures += _first_batch(options, made, folder)
+    if options.device != "cpu":
+        figures += _training(options, made, samples)
+    return figures
+
+
+def _figure(name: str, value: float, unit: str, base: float | None, against: str) -> Figure:
+    return Figure(
+        name=name,
+        value=value,
+        unit=unit,
+        baseline=against if base else None,
+        ratio=value / base if base else None,
+    )
+
+
+# -- reading, without a model ----------------------------------------------------------------------
+
+
+def _reading(options: LoaderBench, made: loader_data.Made, samples: Samples) -> list[Figure]:
+    """Tokens a second, from memory and from the disk, against one file a sample."""
+    tokens = int(samples.tokens.sum())
+    with ExitStack() as stack:
+        shards = stack.enter_context(closing(ShardReader(made.dataset)))
+        ours = _ours(options, shards, samples)
+        theirs = [_theirs(options, made, workers) for workers in (0, options.threads)]
+        ways: dict[str, Callable[[], None]] = {
+            "ours": lambda: _exhaust(ours()),
+            "decode": lambda: _decode_all(options, shards, samples),
+            "theirs in line": lambda: _exhaust(theirs[0]),
+            "theirs": lambda: _exhaust(theirs[1]),
+        }
+        for way in ways.values():
+            way()  # opens files, starts workers
+        warm = _rates(ways, options.rounds, tokens, before=lambda: None)
+        cold = _rates(
+            {name: way for name, way in ways.items() if name != "decode"},
+            options.rounds,
+            tokens,
+            before=lambda: _forget(made.folder),
+        )
+    figures = []
+    for state, rates in (("warm", warm), ("cold", cold)):
+        base = max(rates["theirs"], rates["theirs in line"])
+        name = f"{state}.tokens_per_s"
+        figures.append(_figure(name, rates["ours"], "tokens/s", base, BASELINE))
+        figures.append(_figure(f"{BASELINE}.{name}", base, "tokens/s", None, ""))
+    limit = min(warm["decode"], max(warm["theirs"], warm["theirs in line"]))
+    decode = "decode.tokens_per_s"
+    figures.append(_figure(decode, warm["decode"], "tokens/s", None, ""))
+    figures.append(
+        _figure("warm.of_the_smaller", warm["ours"], "tokens/s", limit, "smaller of both")
+    )
+    return figures
+
+
+def _ours(
+    options: LoaderBench, shards: ShardReader, samples: Samples
+) -> Callable[[], Iterator[Batch]]:
+    rows = list(_epoch(samples, options.bench.room))
+    loader = RowLoader(
+        shards,
+        samples,
+        options.bench.states,
+        threads=options.threads,
+        prefetch_bytes=512 << 20,
+        pad_to=options.bench.room,
+    )
+    return lambda: loader.batches(rows)
+
+
+def _epoch(samples: Samples, room: int) -> Iterator[Row]:
+    for row in data.training_rows(samples, seed=0, room=room, start=Cursor()):
+        if row.cursor.epoch:
+            return
+        yield row
+
+
+def _theirs(options: LoaderBench, made: loader_data.Made, workers: int) -> Iterable[Any]:
+    return speculators_store.file_loader(
+        made.files, room=options.bench.room, hidden_size=options.bench.hidden_size, workers=workers
+    )
+
+
+def _decode_all(options: LoaderBench, shards: ShardReader, samples: Samples) -> None:
+    """Every sample to its words on the same threads, and nothing made of it."""
+    with ThreadPoolExecutor(options.threads) as pool:
+        read = pool.map(
+            lambda row: shards.states(samples.states_location(row)), range(len(samples))
+        )
+        for _ in read:
+            pass
+
+
+def _exhaust(batches: Iterable[Any]) -> None:
+    for _ in batches:
+        pass
+
+
+def _rates(
+    ways: dict[str, Callable[[], None]], rounds: int, tokens: int, before: Callable[[], None]
+) -> dict[str, float]:
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            before()
+            start = time.perf_counter()
+            way()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: tokens / median(found) for name, found in seconds.items()}
+
+
+def _forget(folder: Path) -> None:
+    """Ask the operating system to drop the files from memory; it does so for what is on disk."""
+    for path in folder.rglob("*.safetensors*"):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def _first_batch(options: LoaderBench, made: loader_data.Made, folder: Path) -> list[Figure]:
+    """Seconds from nothing to the first batch of a run over a million samples."""
+    many = loader_data.multiply(made, folder / "million", _PLANNED)
+    settings = options.settings
+    start = time.perf_counter()
+    with Dataset.open(many).reader() as reader:
+        table = reader.trainable()
+    plan = make_plan(table, settings)
+    save_plan(plan, folder / "plan.parquet")
+    planned = time.perf_counter() - start
+    rows = data.training_rows(plan.train, seed=0, room=settings.max_seq_len, start=Cursor())
+    with closing(ShardReader(made.dataset)) as shards:
+        loader = RowLoader(
+            shards,
+            plan.train,
+            options.bench.states,
+            threads=options.threads,
+            prefetch_bytes=64 << 20,
+        )
+        with closing(loader.batches(rows)) as batches:
+            next(batches)
+            seconds = time.perf_counter() - start
+    return [
+        _figure("first_batch_of_a_million.seconds", seconds, "s", None, ""),
+        _figure("plan_of_a_million.seconds", planned, "s", None, ""),
+    ]
+
+
+# -- training on a device --------------------------------------------------------------------------
+
+
+def _training(options: LoaderBench, made: loader_data.Made, samples: Samples) -> list[Figure]:
+    """Steps a second from shards, against steps over the same batches held by the device."""
+    settings = options.settings
+    with joined(settings) as group, closing(ShardReader(made.dataset)) as shards:
+        target = made.target
+        vocab = make_vocab(made.dataset, settings.draft_vocab_size, target=target)
+        model = create_draft(target, options.bench.layer_ids, vocab, settings, device=group.device)
+        engine = Engine(model, settings, group)
+        loader = RowLoader(
+            shards,
+            samples,
+            options.bench.states,
+            threads=options.threads,
+            prefetch_bytes=settings.prefetch_mb << 20,
+            pad_to=settings.max_seq_len,
+            device=group.device,
+        )
+        rows = list(islice(_epoch(samples, settings.max_seq_len), options.steps))
+        held = list(loader.batches(islice(rows, 32)))
+        start = time.perf_counter()
+        _steps(engine, islice(cycle(held), options.warmup_steps))
+        compiled = time.perf_counter() - start
+        rates: dict[str, list[float]] = {"shards": [], "held": []}
+        for _ in range(options.rounds):
+            with closing(loader.batches(islice(cycle(rows), options.steps))) as batches:
+                rates["shards"].append(options.steps / _steps(engine, batches))
+            again = islice(cycle(held), options.steps)
+            rates["held"].append(options.steps / _steps(engine, again))
+    ours, base = median(rates["shards"]), median(rates["held"])
+    size = options.bench.room * options.bench.states.layers * options.bench.hidden_size * 2
+    return [
+        _figure("train.steps_per_s", ours, "steps/s", base, "batches held by the device"),
+        _figure("held.steps_per_s", base, "steps/s", None, ""),
+        _figure("train.states_mb_s", ours * size / 1e6, "MB/s", None, ""),
+        _figure("compile.seconds", compiled, "s", None, ""),
+    ]
+
+
+def _steps(engine: Engine, batches: Iterable[Batch]) -> float:
+    """Seconds of one step a batch, looked at as the training loop does: every tenth is awaited."""
+    start = time.perf_counter()
+    for number, batch in enumerate(batches, 1):
+        results, _ = engine.step([batch], 1e-4)
+        if number % engine.settings.log_every == 0:
+            float(results[-1].loss.detach())
+    if engine.group.on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
