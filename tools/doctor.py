@@ -8,21 +8,21 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
+import psutil
 
-from draftmill.builder.extraction.staging import Staging
-from draftmill.builder.requests.client import TargetClient
+from draftmill.builder.extraction.intake import Layers
+from draftmill.manifests import files
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.errors import DraftmillError, RequestError, ServerError
 from draftmill.manifests.sizes import format_size
 from draftmill.tools import canary
-from draftmill.tools.settings import Settings, load, staging_folder
+from draftmill.tools.doctor_servers import Expected, Stage, server
+from draftmill.tools.findings import Finding, as_json, faults, show
+from draftmill.tools.settings import Settings, load, staging_folder, writer_options
 from draftmill.tools.stages import WEIGHTS, weights_folder
 
 # Versions that the tests of this release run against; others may work.
@@ -38,18 +38,8 @@ _WRITE_BYTES = 64 << 20
 _SLOW_BYTES_PER_S = 100e6
 _LOW_FREE_BYTES = 20e9
 _FEW_FILES = 4096
-_PROBE_POLLS = 50
-Look = Callable[[TargetClient], Awaitable[list[dict[str, Any]]]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One check. `ok` None is worth knowing but no fault."""
-
-    ok: bool | None
-    what: str
-    why: str = ""
-    fix: str = ""
+# File systems that lie across a network: slow for what is written once and read once.
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "9p", "glusterfs", "fuse")
 
 
 def versions() -> Iterator[Finding]:
@@ -85,7 +75,7 @@ def machine() -> Iterator[Finding]:
 
 
 def disk(dataset: Dataset, settings: Settings) -> Iterator[Finding]:
-    """Free space and write speed where the dataset lies, and the staging folder."""
+    """Free space and write speed where the dataset lies."""
     free = shutil.disk_usage(dataset.path).free
     yield Finding(
         ok=free >= _LOW_FREE_BYTES or None,
@@ -93,6 +83,22 @@ def disk(dataset: Dataset, settings: Settings) -> Iterator[Finding]:
         why="hidden states take terabytes for large models",
         fix=f"draftmill estimate {dataset.path}",
     )
+    options = writer_options(dataset, settings)
+    budget = options["budget_bytes"]
+    if budget is None:
+        yield Finding(
+            ok=None,
+            what="no disk budget is set",
+            why="extract then goes on until the volume is full, for everybody on it",
+            fix='set disk_budget under [dataset] in config.toml, e.g. "80%"',
+        )
+    elif budget > free + files.folder_bytes(dataset.path):
+        yield Finding(
+            ok=False,
+            what=f"the disk budget of {format_size(budget)} is more than the volume has left",
+            why="the run stops when the volume is full, not at its budget",
+            fix="lower disk_budget under [dataset] in config.toml, or free space",
+        )
     speed = _write_speed(dataset.path)
     yield Finding(
         ok=speed >= _SLOW_BYTES_PER_S or None,
@@ -100,20 +106,63 @@ def disk(dataset: Dataset, settings: Settings) -> Iterator[Finding]:
         why="extraction and training wait for a disk that is slower than their hidden states",
         fix="put the dataset on a local NVMe volume",
     )
-    staging = staging_folder(dataset, settings)
-    if staging.is_dir():
-        try:
-            Staging(staging, dataset.path).close()
-            yield Finding(ok=True, what=f"staging folder {staging}")
-        except DraftmillError as error:
-            yield Finding(ok=False, what=str(error), why="extract cannot read what is in it")
-    else:
+
+
+def staging(dataset: Dataset, settings: Settings) -> Iterator[Finding]:
+    """The folder between the extraction server and us: there, local, and large enough."""
+    folder = staging_folder(dataset, settings)
+    if not folder.is_dir():
         yield Finding(
             ok=None,
-            what=f"staging folder {staging} does not exist",
+            what=f"staging folder {folder} does not exist",
             why="the extraction server writes hidden states into it",
-            fix=f"mkdir -p {staging} (`build --serve` makes it)",
+            fix=f"mkdir -p {folder} (`build --serve` makes it)",
         )
+        return
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        yield Finding(
+            ok=False,
+            what=f"staging folder {folder} cannot be read and written",
+            why="extract reads what is in it and deletes it",
+            fix=f"chmod u+rwx {folder}",
+        )
+        return
+    kind = filesystem(folder)
+    network = kind.partition(".")[0] in _NETWORK or kind in _NETWORK
+    yield Finding(
+        ok=None if network else True,
+        what=f"staging folder {folder} on {kind}",
+        why="every hidden state goes through it once, uncompressed",
+        fix="extract … --staging /dev/shm/staging, and the same for the server",
+    )
+    target = settings.target
+    one = settings.extract.max_seq_len * len(target.extraction_layer_ids) * target.hidden_size * 2
+    free = shutil.disk_usage(folder).free
+    if free < one:
+        yield Finding(
+            ok=False,
+            what=f"{format_size(free)} free there, the longest sample takes {format_size(one)}",
+            why="the server cannot write such a sample; it would be tried until it fails",
+            fix="a larger volume for --staging, or a smaller max_seq_len before the first extract",
+        )
+    elif free < settings.extract.staging_bytes:
+        yield Finding(
+            ok=None,
+            what=f"{format_size(free)} free there, staging_size is {settings.extract.staging_size}",
+            why="the server's disk can fill up before sending waits",
+            fix=f'set staging_size = "{max(1, int(free * 0.8) >> 20)}MiB" under [extract]',
+        )
+
+
+def filesystem(folder: Path) -> str:
+    """Kind of the file system that a folder lies on, as Linux names it."""
+    best, kind = -1, "an unknown file system"
+    place = folder.resolve()
+    for mount in psutil.disk_partitions(all=True):
+        point = Path(mount.mountpoint)
+        if (place == point or point in place.parents) and len(point.parts) > best:
+            best, kind = len(point.parts), mount.fstype
+    return kind
 
 
 def _write_speed(folder: Path) -> float:
@@ -130,131 +179,70 @@ def _write_speed(folder: Path) -> float:
         path.unlink(missing_ok=True)
 
 
-async def _probe_file(path: str, url: str, staging: Path | None) -> Finding:
-    """Whether the file of the probe arrived where the dataset looks for it; removes it."""
-    if staging is None:
-        return Finding(
-            ok=None,
-            what=f"{url} extracts hidden states into {Path(path).parent}",
-            why="name the dataset too, to have its staging folder compared; the probe's file stays",
-        )
-    ours = staging / Path(path).name
-    for _ in range(_PROBE_POLLS):
-        if ours.exists():
-            break
-        await asyncio.sleep(0.2)
-    arrived = ours.exists()
-    for suffix in ("", ".lock", ".error"):
-        ours.with_name(ours.name + suffix).unlink(missing_ok=True)
-    if arrived:
-        return Finding(ok=True, what=f"{url} extracts hidden states into {staging}")
-    return Finding(
-        ok=False,
-        what=f"the server says {path}, nothing came into {staging}",
-        why="extract reads what the server writes: both must see the same folder",
-        fix=f"draftmill extract … --staging {Path(path).parent}, or restart the server with ours",
-    )
-
-
-async def server(
-    url: str, model: str | None, staging: Path | None = None, look: Look | None = None
-) -> list[Finding]:
-    """What a server says and does: reachable, right model, token ids, and which stage it serves."""
-    findings: list[Finding] = []
-    async with TargetClient(url, model=model) as client:
-        try:
-            served = await client.connect()
-        except ServerError as error:
-            return [Finding(ok=False, what=str(error), why="no stage can use this server")]
-        findings.append(
-            Finding(ok=True, what=f"{url} serves {served.id}, up to {served.max_model_len} tokens")
-        )
-        try:
-            ids = await client.probe_token_ids()
-            findings.append(
-                Finding(ok=bool(ids), what=f"chat works, {len(ids)} prompt token ids returned")
-                if ids
-                else Finding(
-                    ok=False,
-                    what="replies carry no token ids",
-                    why="token ids rebuilt from text can differ from those that were served",
-                    fix="use vLLM 0.10.2 or newer",
-                )
-            )
-            path = await client.prefill(ids or [1, 2, 3], request_id="draftmill-doctor")
-        except (RequestError, ServerError) as error:
-            findings.append(Finding(ok=False, what=f"a probe request failed: {error}"))
-            return findings
-        if path is None:
-            findings.append(
-                Finding(
-                    ok=None,
-                    what="it generates; it does not extract hidden states",
-                    why="extract needs a server with the extract_hidden_states method",
-                    fix="draftmill serve extract MODEL --print",
-                )
-            )
-        else:
-            findings.append(await _probe_file(path, url, staging))
-            if look is not None:
-                findings += [Finding(**found) for found in await look(client)]
-        if await client.metrics() is None:
-            findings.append(
-                Finding(
-                    ok=None,
-                    what="no /metrics",
-                    why="concurrency and deadlines then follow from latency alone",
-                )
-            )
-    return findings
-
-
-def run(checks: list[Callable[[], Iterator[Finding] | list[Finding]]]) -> int:
-    """Print every finding; returns the number of faults."""
-    faults = 0
-    for check in checks:
-        for finding in check():
-            mark = {True: "ok  ", False: "FAULT", None: "note"}[finding.ok]
-            click.echo(f"{mark} {finding.what}")
-            if finding.ok is True:
-                continue
-            faults += finding.ok is False
-            if finding.why:
-                click.echo(f"     why: {finding.why}")
-            if finding.fix:
-                click.echo(f"     fix: {finding.fix}")
-    return faults
-
-
 @click.command("doctor")
 @click.argument("dataset", required=False)
 @click.option("--url", "urls", multiple=True, metavar="URL", help="A server to look at.")
 @click.option("--model", help="The model that the servers are to serve.")
+@click.option(
+    "--for", "stage", type=click.Choice(["generate", "extract"]), help="What they are to do."
+)
 @WEIGHTS
+@click.option("--json", "json_wanted", is_flag=True, help="One JSON document with stable keys.")
 @click.pass_context
 def doctor_command(
     ctx: click.Context,
     dataset: str | None,
     urls: tuple[str, ...],
     model: str | None,
+    stage: Stage | None,
     weights: str | None,
+    json_wanted: bool,
 ) -> None:
-    """Look for what would stop a run: versions, limits, disk, servers.
+    """Look for what would stop a run: versions, limits, disk, staging folder, servers.
+
+    Each finding says what it is, why it matters and what mends it. A server is asked for one short
+    reply, or for the hidden states of a short prompt, which the canary compares with the
+    target's weights. Exit code 1 if there is a fault.
 
     \b
-    draftmill doctor DATASET --url http://127.0.0.1:8000
+    draftmill doctor
+    draftmill doctor DATASET --url http://127.0.0.1:8000 --for generate
     """
-    checks: list[Callable[[], Iterator[Finding] | list[Finding]]] = [versions, machine]
-    staging: Path | None = None
-    look: Look | None = None
+    checks: list[Callable[[], Iterable[Finding]]] = [versions, machine]
+    expected = Expected(stage=stage)
     if dataset:
         opened = Dataset.open(dataset)
         settings = load(opened, target={"path": weights_folder(weights)})
-        look = partial(canary.look, dataset=opened, settings=settings)
         model = model or settings.generate.model or settings.target.model
-        staging = staging_folder(opened, settings)
-        checks.append(lambda: disk(opened, settings))
+        expected = expected_of(opened, settings, stage)
+        checks += [partial(disk, opened, settings), partial(staging, opened, settings)]
     for url in urls:
-        checks.append(lambda url=url: asyncio.run(server(url, model, staging, look)))  # type: ignore[misc]
-    if run(checks):
+        checks.append(lambda url=url: asyncio.run(server(url, model, expected)))  # type: ignore[misc]
+    findings: list[Finding] = []
+    for check in checks:
+        for finding in check():
+            findings.append(finding)
+            if not json_wanted:
+                show(finding)
+    if json_wanted:
+        click.echo(as_json(findings))
+    if faults(findings):
         ctx.exit(1)
+
+
+def expected_of(opened: Dataset, settings: Settings, stage: Stage | None) -> Expected:
+    """What this dataset needs of a server."""
+    longest = {
+        "generate": settings.generate.max_completion_tokens,
+        "extract": settings.extract.max_seq_len,
+    }
+    target = settings.target
+    return Expected(
+        stage=stage,
+        reasoning=settings.generate.reasoning,
+        longest=longest.get(stage or ""),
+        dataset=opened.path,
+        staging=staging_folder(opened, settings),
+        layers=Layers(layer_ids=target.extraction_layer_ids, hidden_size=target.hidden_size),
+        look=partial(canary.look, dataset=opened, settings=settings),
+    )

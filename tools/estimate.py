@@ -27,6 +27,7 @@ from draftmill.tools.settings import load
 EAGLE3_LAYERS = 4
 CHARACTERS_PER_TOKEN = 4.0
 _MEASURED_S = 300.0
+_AT_MOST = "nothing generated yet: completions are taken to be as long as they may be"
 _BIN_S = 60.0
 
 
@@ -89,8 +90,7 @@ def of_dataset(path: str) -> Known:
     with opened.reader() as reader:
         seen = _shown_by(reader)
     if seen.completion_tokens is None:
-        note = "nothing generated yet: completions are taken to be as long as they may be"
-        known = replace(known, notes=(note,))
+        known = replace(known, notes=(_AT_MOST,))
     return seen.over(known)
 
 
@@ -144,7 +144,7 @@ def _rates(given: tuple[str, ...], hardware: str, measured: Mapping[Stage, Rate]
             speed = 0.0
         if stage not in STAGES or not speed > 0:
             raise UsageError(f"--rate {text}: write STAGE=TOKENS_PER_S, e.g. generate=1600")
-        rates[cast(Stage, stage)] = Rate(tokens_per_s=speed, source="given")
+        rates[stage] = Rate(tokens_per_s=speed, source="given")
     return rates
 
 
@@ -240,6 +240,8 @@ def estimate_command(
     if prompts:
         known = of_prompts(prompts).over(known)
     known = Known(**numbers).over(known)
+    if numbers["tokens_per_sample"] or numbers["completion_tokens"]:
+        known = replace(known, notes=tuple(note for note in known.notes if note != _AT_MOST))
     budget = known.disk_budget
     try:
         volume = Path(dataset) if dataset else Path()

@@ -128,7 +128,12 @@ def _print_matches(matches: list[maintenance.Match], unknown: int) -> None:
 def verify_command(
     ctx: click.Context, dataset: str, repair: bool, deep: bool, threads: int, as_json: bool
 ) -> None:
-    """Check every byte of DATASET against its checksum and every row against its bytes."""
+    """Check every byte of DATASET against its checksum and every row against its bytes.
+
+    \b
+    draftmill verify DATASET
+    draftmill verify DATASET --repair
+    """
     opened = Dataset.open(dataset)
     if repair:
         with opened.writer(**settings.writer_options(opened, settings.load(opened))) as writer:
@@ -183,6 +188,9 @@ def evict_command(
     """Free hidden states of DATASET in whole shards; completions are kept.
 
     The rows go back to `generated`: the next extract makes their hidden states again.
+
+    \b
+    draftmill evict DATASET --bytes 200GB
     """
     if bool(size) == everything:
         raise UsageError("say how much to free: either --bytes SIZE or --all")

@@ -34,7 +34,7 @@ def page() -> str:
     for name in COMMANDS:
         command = cli.get_command(context, name)
         assert command is not None
-        for words, each in _with_subcommands(command, context, name):
+        for words, each in with_subcommands(command, context, name):
             lines += [f"### {words}", "", "```", _help(each, context, words), "```", ""]
     lines += ["## Settings", "", "Sections and keys of `config.toml`.", ""]
     labels = {f"[{name}]": settings for name, settings in SECTIONS.items()}
@@ -49,15 +49,16 @@ def page() -> str:
     return "\n".join(lines)
 
 
-def _with_subcommands(
+def with_subcommands(
     command: click.Command, parent: click.Context, name: str
 ) -> Iterator[tuple[str, click.Command]]:
+    """A command and those below it, each with its words."""
     yield name, command
     if isinstance(command, click.Group):
         for below in command.list_commands(parent):
             inner = command.get_command(parent, below)
             assert inner is not None
-            yield from _with_subcommands(inner, parent, f"{name} {below}")
+            yield from with_subcommands(inner, parent, f"{name} {below}")
 
 
 def _help(command: click.Command, parent: click.Context, name: str) -> str:

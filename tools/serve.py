@@ -61,7 +61,10 @@ def serve_command(
             staging=Path(staging) if staging else None,
         )
     except ValueError as error:
-        raise UsageError(f"{error}: give --layer-ids and --staging") from error
+        missing = [] if staging else ["--staging DIR"]
+        if not (layer_ids or Path(model).is_dir()):
+            missing.append("--layer-ids (target_layer_ids of config.toml, then the last layer)")
+        raise UsageError(f"{error}: give {' and '.join(missing)}") from error
     folder = Path(run_folder)
     if print_only:
         engine = _engine_or_gpu()

@@ -41,7 +41,11 @@ def target_facts(settings: Settings, path: str | None) -> TargetModel:
 @click.option("--draft-vocab-size", type=click.IntRange(min=2), help="Size of the draft's.")
 @click.option("--target", metavar="DIR", help="Folder of the target model.")
 def vocab_command(dataset: str, draft_vocab_size: int | None, target: str | None) -> None:
-    """Choose the draft's vocabulary: the tokens that DATASET's completions use most."""
+    """Choose the draft's vocabulary: the tokens that DATASET's completions use most.
+
+    \b
+    draftmill vocab DATASET --draft-vocab-size 32000
+    """
     opened = Dataset.open(dataset)
     settings = load(opened, train={"draft_vocab_size": draft_vocab_size})
     make_vocab(opened.path, settings, target)

@@ -56,10 +56,15 @@ def watch(dataset: Dataset, *, as_json: bool, console: Console) -> NoReturn:
         rates.append(rate(found))
         return view(str(dataset.path), found, rates=rates, now=time.time(), alive=alive(found))
 
-    with Live(now(), console=console, screen=True, auto_refresh=False) as live:
+    live = Live(now(), console=console, screen=True, auto_refresh=False)
+    try:
+        # Not `with live`: a Ctrl-C while it starts would leave the terminal on the other screen.
+        live.start(refresh=True)
         while True:
             time.sleep(EVERY_S)
             live.update(now(), refresh=True)
+    finally:
+        live.stop()
 
 
 def read(dataset: Dataset) -> dict[str, Any]:

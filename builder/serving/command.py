@@ -143,7 +143,7 @@ def serve_arguments(
         # compiling takes longer than it saves here, and needs a C++ compiler
         arguments += ["--enforce-eager"]
         if not has_fast_bf16():
-            # emulated bf16 is 3 to 6 times slower than float32
+            # emulated bf16 is slower than float32
             arguments += ["--dtype", "float32"]
         if _is_mla(spec):
             # The engine's own rotary embedding is wrong for queries of three dimensions with

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import click
 import pytest
 
 from draftmill.manifests import files
 from draftmill.manifests.dataset import Dataset
 from draftmill.tools import reference
-from draftmill.tools.cli import COMMANDS, main
+from draftmill.tools.cli import COMMANDS, cli, main
 from tests.manifests import workload
 
 
@@ -202,6 +203,14 @@ def test_a_mistake_in_the_config_names_its_line(run: Run, dataset: Dataset) -> N
 def test_every_command_has_help_and_a_reference(run: Run) -> None:
     for name in COMMANDS:
         assert name in run(name, "--help")
+    context = click.Context(cli, info_name="draftmill")
+    for name in COMMANDS:
+        command = cli.get_command(context, name)
+        assert command is not None
+        for words, each in reference.with_subcommands(command, context, name):
+            text = (each.help or "").replace("\\b", "")
+            example = f"draftmill {words} "
+            assert isinstance(each, click.Group) or example in text, f"{words}: no example"
     page = Path(__file__).parents[2] / "docs" / "reference.md"
     assert page.read_text() == reference.page(), (
         "docs/reference.md is old: python -m draftmill.tools.reference > docs/reference.md"

@@ -222,3 +222,4 @@ def test_a_new_dataset_is_taken_at_its_limits(run: Run, tmp_path: Path) -> None:
     assert found["samples"] == 20
     assert found["completion_tokens"] == 4096
     assert "as long as they may be" in run(path)
+    assert "as long as they may be" not in run(path, "--tokens-per-sample", "99")

@@ -167,7 +167,7 @@ def test_the_bias_of_timeouts_is_shown(found: dict[str, Any]) -> None:
 def test_keys_are_stable(found: dict[str, Any]) -> None:
     assert list(found) == [
         "dataset", "time", "snapshot", "prompts", "tokens", "disk", "errors", "lengths",
-        "throughput", "off_policy",
+        "throughput", "off_policy", "codec_error",
     ]  # fmt: skip
     assert list(found["errors"]) == ["by_class", "by_endpoint", "over_time"]
     assert list(found["lengths"]) == ["by_group", "histogram", "bias"]
@@ -182,7 +182,18 @@ def test_terminal_tables_say_what_the_document_says(found: dict[str, Any]) -> No
     assert "10 timed-out rows are longer than 960 tokens" in text
     for each in sections(found):
         assert each.title in text
-        assert all(grid.title in text for grid in each.grids)
+        assert all(grid.title in text for grid in each.grids if grid.rows)
+
+
+def test_the_error_of_lossy_storage_is_shown(found: dict[str, Any]) -> None:
+    measured = {"samples": 4, "tokens": 900, "relative_error": {"2": 0.0131, "30": 0.0148}}
+    errors = {"bitround-4": {**measured, "kl_nats": 0.0016}, "rot4": {**measured, "kl_nats": None}}
+    out = io.StringIO()
+    command.show({**found, "codec_error": errors}, Console(file=out, width=160))
+    assert "2: 0.013, 30: 0.015" in out.getvalue()
+    assert "1.6e-03 nats" in out.getvalue()
+    assert "rot4" in page({**found, "codec_error": errors})
+    assert "lossy" not in page(found)
 
 
 def test_json_and_html_from_the_command(
@@ -199,6 +210,7 @@ def test_json_and_html_from_the_command(
     assert ended.value.code == 2
 
 
+@pytest.mark.slow
 def test_it_reads_the_snapshot_while_a_writer_works(tmp_path: Path) -> None:
     dataset = story.make(tmp_path / "ds", generate=40, extract=20)
     before = command.read(str(dataset.path))

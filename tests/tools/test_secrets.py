@@ -30,6 +30,7 @@ class Echo(TargetServer):
         return super()._error(status, f"{message}; you sent Authorization: Bearer {KEY}", headers)
 
 
+@pytest.mark.slow
 def test_the_key_shows_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

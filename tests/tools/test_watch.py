@@ -96,6 +96,7 @@ def command(dataset: Dataset, *words: str) -> list[str]:
     return [*program, "status", str(dataset.path), "--watch", *words]
 
 
+@pytest.mark.slow
 def test_scripts_get_one_document_a_line(dataset: Dataset) -> None:
     with subprocess.Popen(command(dataset, "--json"), stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -105,6 +106,7 @@ def test_scripts_get_one_document_a_line(dataset: Dataset) -> None:
         assert child.wait() == 130
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_the_view_and_its_own_screen_back(dataset: Dataset) -> None:
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "90", "LINES": "30"}

@@ -27,6 +27,8 @@ def document(
         "lengths": lengths(facts),
         "throughput": throughput(facts),
         "off_policy": off_policy(facts.sources),
+        # Of lossy codecs, as it was measured while extracting.
+        "codec_error": dict(status.get("codec_error") or {}),
     }
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from draftmill.manifests.sizes import format_size
 from draftmill.tools.render import duration
-from draftmill.tools.report.words import Grid, Section, clock, number, percent, share, span
+from draftmill.tools.report.disk_section import disk_section
+from draftmill.tools.report.words import Grid, Section, clock, number, percent, share
 
-_SHARDS_SHOWN = 12
 _DECISIONS_SHOWN = 8
 GROUP_NAMES = {
     "completed": "completed",
@@ -18,12 +17,17 @@ GROUP_NAMES = {
     "timed_out": "timed out",
     "missing": "missing",
 }
-STAGE_NAMES = {"generate": "completions", "extract": "hidden states"}
 
 
 def sections(found: Mapping[str, Any]) -> list[Section]:
     """All sections of a report, in reading order."""
-    return [_overview(found), _disk(found), _lengths(found), _errors(found), _throughput(found)]
+    return [
+        _overview(found),
+        disk_section(found),
+        _lengths(found),
+        _errors(found),
+        _throughput(found),
+    ]
 
 
 def snapshot_note(found: Mapping[str, Any]) -> str | None:
@@ -67,96 +71,6 @@ def _overview(found: Mapping[str, Any]) -> Section:
         text=text,
         grids=(Grid(title="Rows by state", columns=("state", "rows", "share"), rows=rows),),
         charts=("states",) if total else (),
-    )
-
-
-def _disk(found: Mapping[str, Any]) -> Section:
-    disk = found["disk"]
-    grids = [
-        Grid(
-            title="By stage",
-            columns=("stage", "shards", "samples", "tokens", "bytes", "bytes a token"),
-            rows=[
-                (
-                    STAGE_NAMES[row["stage"]],
-                    f"{row['shards']:,}",
-                    f"{row['samples']:,}",
-                    f"{row['tokens']:,}",
-                    format_size(row["bytes"]),
-                    "" if row["bytes_per_token"] is None else f"{row['bytes_per_token']:,.0f}",
-                )
-                for row in disk["by_stage"]
-            ],
-        ),
-        Grid(
-            title="By source",
-            columns=("source", "samples", "tokens", "completions", "hidden states"),
-            rows=[
-                (
-                    row["source"],
-                    f"{row['samples']:,}",
-                    f"{row['tokens']:,}",
-                    format_size(row["completion_bytes"]),
-                    format_size(row["hidden_states_bytes"]),
-                )
-                for row in disk["by_source"]
-            ],
-        ),
-        Grid(
-            title="Hidden states by length of the sample",
-            columns=("tokens", "samples", "bytes"),
-            rows=[
-                (span(row), f"{row['samples']:,}", format_size(row["bytes"]))
-                for row in disk["by_length"]
-            ],
-        ),
-        _shards(disk["by_shard"]),
-    ]
-    charts = ["disk"] if disk["forecast"] else []
-    charts += ["bytes_by_length"] if disk["by_length"] else []
-    return Section(
-        key="disk", title="Disk", text=_forecast(disk), grids=tuple(grids), charts=tuple(charts)
-    )
-
-
-def _shards(shards: Sequence[Mapping[str, Any]]) -> Grid:
-    largest = sorted(shards, key=lambda row: -row["bytes"])[:_SHARDS_SHOWN]
-    hidden = len(shards) - len(largest)
-    return Grid(
-        title=f"By shard (the {len(largest)} largest of {len(shards):,})" if hidden else "By shard",
-        columns=("shard", "state", "samples", "in use", "bytes", "ratio"),
-        rows=[
-            (
-                f"{row['kind']}/{row['number']:06d}",
-                row["state"],
-                f"{row['samples']:,}",
-                percent(row["current_samples"], row["samples"]),
-                format_size(row["bytes"]),
-                "" if row["ratio"] is None else f"{row['ratio']:.2f}",
-            )
-            for row in largest
-        ],
-        words=2,
-    )
-
-
-def _forecast(disk: Mapping[str, Any]) -> str:
-    used = format_size(disk["used_bytes"])
-    budget = disk["budget_bytes"]
-    text = f"{used} used" + (f" of {format_size(budget)}." if budget else ", no budget set.")
-    ahead = disk["forecast"]
-    if ahead is None:
-        return f"{text} Nothing is extracted yet, so there is no forecast: draftmill estimate."
-    text += (
-        f" {ahead['samples_left']:,} samples are to come, {ahead['tokens_left']:,} tokens at "
-        f"{ahead['stored_bytes_per_token']:,.0f} bytes: {format_size(ahead['bytes_at_completion'])}"
-        " at the end."
-    )
-    if ahead["fits"]:
-        return f"{text} They fit."
-    return (
-        f"{text} That is {format_size(ahead['short_by_bytes'])} too much: "
-        f"{ahead['samples_that_fit']:,} of them fit."
     )
 
 
