@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -293,7 +293,7 @@ class ShardWriter:
             self._file = None
 
 
-def _pieces(parts: list[bytes]) -> list[bytes]:
+def _pieces(parts: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
     """What to write at a time: a system call costs more than copying small parts together."""
     return [b"".join(parts)] if sum(map(len, parts)) <= _SMALL_BYTES else parts
 

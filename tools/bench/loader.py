@@ -22,8 +22,8 @@ import torch
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.reader import ShardReader
 from draftmill.tools.bench import loader_data
+from draftmill.tools.bench.figures import Figure
 from draftmill.tools.bench.loader_data import Bench
-from draftmill.tools.bench.shards import Figure
 from draftmill.trainer import data, speculators_store
 from draftmill.trainer.data import Cursor, Row, Samples
 from draftmill.trainer.devices import joined
