@@ -24,7 +24,8 @@ import sys
 
 from {module} import {function}
 
-sys.exit({function}())
+if __name__ == "__main__":  # worker processes import this file again
+    sys.exit({function}())
 """
 
 

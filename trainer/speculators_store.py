@@ -173,6 +173,8 @@ def _write_tokens(dataset: Path, plan: Plan, folder: Path) -> None:
                 for part in (plan.train, plan.validation):
                     for rows in _token_rows(shards, part):
                         writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+        # Its bars would stand among draftmill's own lines.
+        datasets.disable_progress_bars()
         found = datasets.Dataset.from_file(stream).with_format("torch")
         found.save_to_disk(str(folder))
 
