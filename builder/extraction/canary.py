@@ -138,9 +138,13 @@ class Canary:
         ids = ",".join(map(str, self.layers.layer_ids))
         parts.append(
             f"Start it with layer ids {ids} of this model (`draftmill serve extract --print` shows "
-            "how). If the server is right and only computes otherwise, for example with a "
-            "quantised lm_head, raise extract.canary_tolerance."
+            "how)."
         )
+        if difference is not None and not difference.ok:
+            parts.append(
+                "If the server is right and only computes otherwise, for example with a quantised "
+                "lm_head, raise extract.canary_tolerance."
+            )
         return " ".join(parts)
 
     def _tell(
