@@ -73,8 +73,8 @@ async def extract(
 ) -> StageReport:
     """Extracts until no row is `generated`, the budget is full, a signal comes or nothing helps.
 
-    `layers` are those that the server was started with, the last one included; through the weights
-    of `target` a lossy codec is measured now and then. Raises ServerError,
+    `layers` are those that the server was started with; a lossy codec is measured through `target`.
+    Raises ServerError,
     SettingsMismatch or ConfigError before the first request when servers, settings or the staging
     folder do not fit. A first SIGINT or SIGTERM keeps what arrives within a short grace, a second
     ends at once. Rows in flight stay `generated`.
@@ -294,6 +294,7 @@ class _Stage:
 
     def _over_budget(self, error: BudgetError) -> None:
         self.report.over_budget = True
+        self._budget.refuse(str(error))
         self._halt(str(error))
 
     # -- telling ---------------------------------------------------------------------------------
