@@ -109,6 +109,7 @@ class Budget:
         self._held_stored = self._held_staged = 0  # their sums, for every prompt asks for them
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
+        self._refusal: str | None = None
         self._measured_at = 0.0
         self._measure_s = 0.0
         self._dataset_bytes = 0
@@ -135,6 +136,11 @@ class Budget:
     def is_awaited(self) -> bool:
         """Whether somebody waits for room: the time to commit and to delete what is done."""
         return self._turn.locked()
+
+    def refuse(self, reason: str) -> None:
+        """Nobody gets room any more, those who wait included: what is held may never come back."""
+        self._refusal = reason
+        self._freed.set()
 
     def measure(self) -> None:
         """Read the true sizes from the disk."""
@@ -175,6 +181,8 @@ class Budget:
                 if age_s > max(_MEASURE_EVERY_S, 50 * self._measure_s):
                     self.measure()
                 self._freed.clear()
+                if self._refusal is not None:
+                    raise BudgetError(self._refusal)
                 if self._lack(stored_bytes, staged_bytes) is None:
                     break
                 nothing_held = not self._held

@@ -293,6 +293,7 @@ class _Stage:
 
     def _over_budget(self, error: BudgetError) -> None:
         self.report.over_budget = True
+        self._budget.refuse(str(error))
         self._halt(str(error))
 
     # -- telling ---------------------------------------------------------------------------------

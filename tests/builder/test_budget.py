@@ -139,6 +139,23 @@ def test_waits_until_something_is_given_back_in_order(tmp_path: Path) -> None:
     assert asyncio.run(run()) == ["large", "small"]
 
 
+def test_who_waits_is_told_that_nothing_comes(tmp_path: Path) -> None:
+    dataset, _ = folders(tmp_path)
+
+    async def run() -> None:
+        budget = Budget(limit_bytes=100, dataset=dataset, headroom_bytes=0)
+        await budget.reserve("held", stored_bytes=90)
+        tasks = [asyncio.create_task(budget.reserve(f"k{n}", stored_bytes=50)) for n in range(3)]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        budget.refuse("the disk is full")
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, BudgetError)
+            assert str(result) == "the disk is full"
+
+    asyncio.run(run())
+
+
 def test_bytes_that_others_free_are_seen(tmp_path: Path) -> None:
     dataset, staging = folders(tmp_path)
     foreign = staging / "foreign"

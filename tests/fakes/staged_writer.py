@@ -120,8 +120,8 @@ class StagedWriter:
             else:
                 path.write_bytes(data)
             self.files_written += 1
-        except FileNotFoundError:
-            pass  # the staging folder went away with its test
+        except OSError:
+            pass  # a full disk, or the staging folder went away with its test
         finally:
             if fault == "lock_held":
                 self._held.append(lock)
