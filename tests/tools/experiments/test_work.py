@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,6 +27,9 @@ from draftmill.tools.bench.experiments.work import HUMAN, Work, run_steps
 from draftmill.tools.init import create
 from draftmill.tools.settings import TargetSettings
 from draftmill.trainer import data
+from draftmill.trainer.run_folder import locked_run
+from draftmill.trainer.runlog import read_log
+from tests.sources import CLONE
 from tests.trainer import tiny
 
 SIZE = replace(SMALL, prompts=12, held_out=2, sample_tokens=64, row_tokens=128, steps=2, seeds=2)
@@ -310,3 +317,39 @@ def test_drafts_are_trained_by_the_command_and_only_once(
     capsys.readouterr()
     drafts.train_drafts(work, experiment.drafts)
     assert "2 of 2 drafts are trained already" in capsys.readouterr().err
+
+
+LONG = replace(SIZE, seeds=1, steps=16)
+
+
+def train_until_stopped(root: str, model: str) -> None:
+    """What the process of the next test does."""
+    work = Work(Path(root), "precision", LONG, Machine(device="cpu"), Path(model))
+    drafts.train_drafts(work, Precision(work, [EXACT]).drafts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_stopped_training_is_saved_and_goes_on(make_work: MakeWork, tmp_path: Path) -> None:
+    work = make_work(size=LONG, model=tiny.save_target(tmp_path / "m"))
+    fill(work, list(tiny.answers(work.model, 24)))
+    experiment = Precision(work, [EXACT])
+    experiment.recode()
+    arguments = f"{str(work.root)!r}, {str(work.model)!r}"
+    code = f"from {__name__} import train_until_stopped; train_until_stopped({arguments})"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=CLONE)
+    folder = drafts.draft_folder(work, experiment.drafts[0])
+    while not any(each["kind"] == "train" for each in read_log(folder / "log.jsonl")):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() != 0
+    stopped = read_log(folder / "log.jsonl")[-1]
+    assert (stopped["kind"], stopped["interrupted"]) == ("end", True)
+    assert 0 < stopped["step"] < LONG.steps
+    with locked_run(folder):
+        pass  # nobody is left who trains it
+    drafts.train_drafts(work, experiment.drafts)
+    assert drafts.is_trained(folder)
+    steps = [each["step"] for each in read_log(folder / "log.jsonl") if each["kind"] == "train"]
+    assert steps == sorted(set(steps))
