@@ -18,9 +18,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftmill.manifests import files, queries, record, schema
+from draftmill.manifests import files, fingerprints, queries, record, schema
 from draftmill.manifests.codec_error import ErrorSums
-from draftmill.manifests.errors import BudgetError, DatasetError, SettingsMismatch
+from draftmill.manifests.errors import BudgetError, DatasetError
 from draftmill.manifests.layout import Layout
 from draftmill.manifests.manifest import Manifest
 from draftmill.manifests.reader import ShardReader
@@ -273,29 +273,15 @@ class DatasetWriter:
         `meaning` says what a field is, where its name is not that of a setting.
         """
         with self.lock:
-            key = f"settings.{stage}"
-            text = self.manifest.meta(key)
-            new = json.loads(json.dumps(dict(values)))
-            stored = new if text is None else json.loads(text)
-            wrong = [
-                f"{(meaning or {}).get(name, name)} is {stored.get(name)!r} in the dataset and "
-                f"{new.get(name)!r} in this run"
-                for name in sorted({*stored, *new})
-                if stored.get(name) != new.get(name)
-                and not (name in growable and stored.get(name, 0) <= new.get(name, 0))
-            ]
-            if wrong:
-                raise SettingsMismatch(
-                    f"{self.dataset.path}: the {stage} stage was run with other settings: "
-                    + "; ".join(wrong)
-                    + ". Go back to the stored values, or start a new dataset."
-                )
-            if text is None or stored != new:
-                tag = record.settings_tag(new)
-                with self.manifest.transaction("fingerprint"):
-                    self.manifest.set_meta(key, json.dumps(new, sort_keys=True))
-                    self.manifest.set_meta(f"fingerprint.{stage}", tag)
-                self._tags[stage] = tag
+            tag = fingerprints.check(
+                self.manifest,
+                self.dataset.path,
+                stage,
+                values,
+                growable=growable,
+                meaning=meaning or {},
+            )
+            self._tags[stage] = tag
 
     def add_codec_error(self, codec: str, found: ErrorSums) -> None:
         """Add what a lossy codec was measured to cost to what the dataset has of it."""

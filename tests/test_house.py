@@ -22,7 +22,7 @@ DOORS: dict[str, str | tuple[str, ...]] = {
     "openai": "*/*client.py",  # builder/requests, and the bench's bare one beside it
     "hs_connectors": "trainer/speculators_store.py",
     "speculators": ("trainer/draft_model*.py", "trainer/speculators_store.py"),
-    "tenacity": "builder/requests/client.py",
+    "tenacity": "builder/requests/retry_policy.py",
     "vllm": "builder/serving/connector.py",
     "zstandard": "manifests/frames.py",
 }

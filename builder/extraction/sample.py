@@ -19,13 +19,12 @@ from draftmill.builder.extraction.precision import Precision
 from draftmill.builder.extraction.servers import ExtractServer, ExtractServers
 from draftmill.builder.extraction.settings import ExtractSettings
 from draftmill.builder.extraction.staging import LockHeldError, Staging
-from draftmill.builder.requests.client import retried
 from draftmill.builder.requests.failures import (
     ConnectionCutError,
     OverloadedError,
     ServerFailedError,
 )
-from draftmill.builder.requests.retry_policy import RetryBudget, RetryPolicy
+from draftmill.builder.requests.retry_policy import RetryBudget, RetryPolicy, retried
 from draftmill.manifests.codec_names import BLOCK_TOKENS, worst_case_bytes
 from draftmill.manifests.errors import (
     PermanentError,

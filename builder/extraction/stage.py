@@ -75,11 +75,11 @@ async def extract(
 ) -> StageReport:
     """Extracts until no row is `generated`, the budget is full, a signal comes or nothing helps.
 
-    `layers` are those that the server was started with, the last one included. With `target`, where
-    its weights are at hand, the canary compares and a lossy codec is measured; `say` gets the
-    canary's findings. Raises ServerError, SettingsMismatch or ConfigError before the first request
-    when servers, settings, weights or the staging folder do not fit. A first SIGINT or SIGTERM
-    keeps what arrives within a short grace, a second ends at once. Rows in flight stay `generated`.
+    `layers` are those that the server was started with. With the weights of `target` the canary
+    compares and a lossy codec is measured; `say` gets the canary's findings. Raises ServerError,
+    SettingsMismatch or ConfigError before the first request when servers, settings, weights or the
+    staging folder do not fit. A first SIGINT or SIGTERM keeps what arrives within a short grace,
+    a second ends at once. Rows in flight stay `generated`.
     """
     canary = Canary(target, layers, settings, say or log.warning)
     precision = Precision(settings.codec, layers.layer_ids, target)
@@ -107,10 +107,8 @@ class _Stage:
         self._on_progress = on_progress
         self._precision = precision
         self._progress = Progress(stage="extract", budget_bytes=budget.limit_bytes)
-        self._committer = Committer(
-            _MeasuringPublisher(writer, self._progress, budget, precision),
-            on_committed=self._committed,
-        )
+        publisher = _MeasuringPublisher(writer, self._progress, budget, precision)
+        self._committer = Committer(publisher, on_committed=self._committed)
         self._jobs: set[asyncio.Task[None]] = set()
         self._halted = asyncio.Event()
         self._error: BaseException | None = None

@@ -18,8 +18,7 @@ from draftmill.builder.extraction.sample import STAGED_BYTES
 from draftmill.builder.extraction.servers import ExtractServer
 from draftmill.builder.extraction.settings import ExtractSettings
 from draftmill.builder.extraction.staging import Staging
-from draftmill.builder.requests.client import retried
-from draftmill.builder.requests.retry_policy import RetryPolicy
+from draftmill.builder.requests.retry_policy import RetryPolicy, retried
 from draftmill.manifests.errors import (
     PermanentError,
     RejectedError,

@@ -20,8 +20,7 @@ from draftmill.builder.generation.room import (
     most_stored_bytes,
 )
 from draftmill.builder.generation.settings import GenerateSettings
-from draftmill.builder.requests.client import retried
-from draftmill.builder.requests.retry_policy import RetryBudget, RetryPolicy
+from draftmill.builder.requests.retry_policy import RetryBudget, RetryPolicy, retried
 from draftmill.manifests.errors import (
     PermanentError,
     RejectedError,

@@ -1,7 +1,8 @@
-"""The one door to openai and tenacity: requests to a target server, and the one retry layer.
+"""The one door to openai: requests to a target server.
 
 Maps every failure of the transport and every HTTP status to draftmill's errors. When to ask, whom,
-and how long to wait for the answer is left to the stages; what a reply must hold, to `replies`.
+and how long to wait for the answer is left to the stages; what a reply must hold, to `replies`;
+asking again, to `retry_policy`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -17,7 +18,6 @@ from urllib.parse import urlsplit
 import aiohttp
 import httpx2
 import openai
-import tenacity
 
 from draftmill.builder.requests.api_key import api_key, redacted
 from draftmill.builder.requests.failures import (
@@ -37,7 +37,6 @@ from draftmill.builder.requests.replies import (
     rebuilt_completion,
     text_of_tokenizer,
 )
-from draftmill.builder.requests.retry_policy import RetryPolicy
 from draftmill.builder.requests.urls import split_url
 from draftmill.manifests.errors import (
     PermanentError,
@@ -61,51 +60,6 @@ TELEMETRY_HEADERS = ("x-stainless-read-timeout",) + tuple(
     f"X-Stainless-{part}"
     for part in ("Arch", "Async", "Lang", "OS", "Package-Version", "Runtime", "Runtime-Version")
 )
-
-
-async def retried(
-    call: Callable[[], Awaitable[T]],
-    policy: RetryPolicy,
-    before_wait: Callable[[int, TransientError, float], Awaitable[None]],
-) -> T:
-    """Runs `call` until it succeeds, fails for good or its tries are used up.
-
-    `before_wait(tries so far, error, seconds to wait)` is awaited before each wait; the last
-    error is raised as it is. This is the only retry layer.
-    """
-
-    def exception(state: tenacity.RetryCallState) -> BaseException:
-        assert state.outcome is not None
-        error = state.outcome.exception()
-        assert error is not None
-        return error
-
-    try:
-        return await call()
-    except TransientError as error:
-        failed: TransientError | None = error
-
-    async def again() -> T:
-        # the machinery costs as much as parsing a reply: only those that failed once enter it
-        nonlocal failed
-        if failed is not None:
-            first, failed = failed, None
-            raise first
-        return await call()
-
-    async def before_sleep(state: tenacity.RetryCallState) -> None:
-        error = exception(state)
-        assert isinstance(error, TransientError)
-        await before_wait(state.attempt_number, error, state.upcoming_sleep)
-
-    retrying = tenacity.AsyncRetrying(
-        retry=tenacity.retry_if_exception_type(TransientError),
-        stop=lambda state: state.attempt_number >= policy.tries_for(exception(state)),
-        wait=lambda state: policy.wait_s(state.attempt_number, exception(state)),
-        before_sleep=before_sleep,
-        reraise=True,
-    )
-    return await retrying(again)
 
 
 @dataclass(frozen=True, kw_only=True)

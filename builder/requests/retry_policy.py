@@ -1,15 +1,21 @@
-"""How often and how patiently a failed request is tried again, as data. Waiting is `client`'s."""
+"""How often and how patiently a failed request is tried again: the one retry layer, and the one
+door to tenacity."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+import tenacity
 
 from draftmill.builder.requests.failures import GarbledReplyError, OverloadedError
 from draftmill.manifests.errors import TimedOutError, TransientError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,3 +69,48 @@ class RetryBudget:
         self._at = now
         if self._left < 0.0:
             await asyncio.sleep(-self._left / self._per_s)
+
+
+async def retried(
+    call: Callable[[], Awaitable[T]],
+    policy: RetryPolicy,
+    before_wait: Callable[[int, TransientError, float], Awaitable[None]],
+) -> T:
+    """Runs `call` until it succeeds, fails for good or its tries are used up.
+
+    `before_wait(tries so far, error, seconds to wait)` is awaited before each wait; the last
+    error is raised as it is. This is the only retry layer.
+    """
+
+    def exception(state: tenacity.RetryCallState) -> BaseException:
+        assert state.outcome is not None
+        error = state.outcome.exception()
+        assert error is not None
+        return error
+
+    try:
+        return await call()
+    except TransientError as error:
+        failed: TransientError | None = error
+
+    async def again() -> T:
+        # the machinery costs as much as parsing a reply: only those that failed once enter it
+        nonlocal failed
+        if failed is not None:
+            first, failed = failed, None
+            raise first
+        return await call()
+
+    async def before_sleep(state: tenacity.RetryCallState) -> None:
+        error = exception(state)
+        assert isinstance(error, TransientError)
+        await before_wait(state.attempt_number, error, state.upcoming_sleep)
+
+    retrying = tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception_type(TransientError),
+        stop=lambda state: state.attempt_number >= policy.tries_for(exception(state)),
+        wait=lambda state: policy.wait_s(state.attempt_number, exception(state)),
+        before_sleep=before_sleep,
+        reraise=True,
+    )
+    return await retrying(again)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.builder.requests.client import TargetClient, retried
+from draftmill.builder.requests.client import TargetClient
 from draftmill.builder.requests.failures import (
     ConnectionCutError,
     GarbledReplyError,
@@ -19,7 +19,7 @@ from draftmill.builder.requests.failures import (
 )
 from draftmill.builder.requests.metrics import parse_metrics
 from draftmill.builder.requests.replies import completion_of_reply
-from draftmill.builder.requests.retry_policy import RetryBudget, RetryPolicy
+from draftmill.builder.requests.retry_policy import RetryBudget, RetryPolicy, retried
 from draftmill.builder.requests.urls import split_url
 from draftmill.manifests.errors import (
     PermanentError,
