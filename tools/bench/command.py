@@ -63,6 +63,13 @@ def shards_command(states: str | None, rounds: int, as_json: bool) -> None:
     show_default=True,
     help="cuda: also train a draft from shards, and from batches that the GPU holds.",
 )
+@click.option(
+    "--part",
+    type=click.Choice(["read", "first-batch", "train", "all"]),
+    default="all",
+    show_default=True,
+    help="read: epochs from shards and from files. first-batch: of a million samples.",
+)
 @click.option("--threads", default=2, show_default=True, type=click.IntRange(min=1))
 @click.option("--steps", default=200, show_default=True, type=click.IntRange(min=1))
 @click.option("--folder", metavar="DIR", help="Where the samples are made; on the disk to measure.")
@@ -71,6 +78,7 @@ def loader_command(
     states: str | None,
     size: str,
     device: str,
+    part: str,
     threads: int,
     steps: int,
     folder: str | None,
@@ -92,6 +100,7 @@ def loader_command(
         rounds=rounds,
         threads=threads,
         device=device,
+        part=part,
         steps=steps,
     )
     with tempfile.TemporaryDirectory(prefix="draftmill-bench-", dir=folder) as scratch:

@@ -51,6 +51,7 @@ class LoaderBench:
     rounds: int = 5
     threads: int = 2
     device: str = "cpu"
+    part: str = "all"
     steps: int = 200
     warmup_steps: int = 20
 
@@ -72,9 +73,12 @@ def run(options: LoaderBench, folder: Path) -> list[Figure]:
     made = loader_data.make(options.bench, folder)
     with Dataset.open(made.dataset).reader() as reader:
         samples = data.select(reader.trainable(), options.bench.room).samples
-    figures = _reading(options, made, samples)
-    figures += _first_batch(options, made, folder)
-    if options.device != "cpu":
+    figures = []
+    if options.part in ("read", "all"):
+        figures += _reading(options, made, samples)
+    if options.part in ("first-batch", "all"):
+        figures += _first_batch(options, made, folder)
+    if options.part == "train" or (options.part == "all" and options.device != "cpu"):
         figures += _training(options, made, samples)
     return figures
 
