@@ -44,7 +44,7 @@ class Manifest:
             self._db.execute(schema.CURRENT_VIEW.format(temporary="TEMP"))
             return
         # Rows stay in memory until a checkpoint; one at every commit would cost more than all else.
-        self._db.execute("SET checkpoint_threshold = '64MB'")
+        self._db.execute("SET checkpoint_threshold = '32MB'")
         # A commit's statements are tiny: handing them to other threads costs more than it brings.
         self._db.execute("SET threads = 1")
         if not self._db.execute("SELECT 1 FROM duckdb_tables() LIMIT 1").fetchall():

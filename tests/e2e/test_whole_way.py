@@ -27,7 +27,6 @@ PROGRAM = f"""
 import sys
 from pathlib import Path
 from draftmill.tools import demo
-from draftmill.tools.cli import _run
 size = demo.{SIZE!r}
 print(demo.summary(Path(sys.argv[1]), demo.run_demo(Path(sys.argv[1]), size)))
 """
