@@ -136,26 +136,45 @@ class Zipnn(Peer):
         super().__init__(samples, folder)
         module = importlib.import_module("zipnn")
         self._coder = module.ZipNN(input_format="byte", bytearray_dtype="bfloat16", threads=1)
-        self._input: list[bytearray] = []
-        self._stored: list[bytes] = []
+        self._input: list[list[bytearray]] = []
+        self._stored: list[list[bytes]] = []
 
     def prepare(self) -> None:
         # its compress overwrites what it is given
-        self._input = [bytearray(sample) for sample in self.samples]
+        self._input = [[bytearray(part) for part in self._parts(each)] for each in self.samples]
 
     def encode(self) -> None:
-        self._stored = [self._coder.compress(data) for data in self._input]
+        self._stored = [[self._coder.compress(part) for part in parts] for parts in self._input]
 
-    def decode(self) -> Iterator[bytearray]:
-        for data in self._stored:
-            yield self._coder.decompress(data)
+    def decode(self) -> Iterator[Any]:
+        for parts in self._stored:
+            yield self._joined([self._coder.decompress(part) for part in parts])
 
     @property
     def stored_bytes(self) -> int:
-        return sum(map(len, self._stored))
+        return sum(len(part) for parts in self._stored for part in parts)
+
+    def _parts(self, sample: Words) -> list[Words]:
+        return [sample]
+
+    def _joined(self, parts: list[bytearray]) -> Any:
+        return parts[0]
 
 
-PEERS: tuple[type[Peer], ...] = (Zipnn, MdsZstd, Safetensors)
+class ZipnnLayers(Zipnn):
+    """The same with each layer on its own: smaller, and taking them apart is not timed."""
+
+    name = "zipnn-layers"
+
+    def _parts(self, sample: Words) -> list[Words]:
+        return [np.ascontiguousarray(sample[:, layer]) for layer in range(sample.shape[1])]
+
+    def _joined(self, parts: list[bytearray]) -> Words:
+        hidden = self.samples[0].shape[2]
+        return np.stack([np.frombuffer(part, np.uint16).reshape(-1, hidden) for part in parts], 1)
+
+
+PEERS: tuple[type[Peer], ...] = (Zipnn, ZipnnLayers, MdsZstd, Safetensors)
 
 
 def bare_package(name: str) -> None:
