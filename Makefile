@@ -1,5 +1,6 @@
 # draftmill's front door. Everything happens in .venv; the system's Python is left alone.
-#   make install | demo [ARGS=--small] | test | test-fast | fuzz | check | format | lock | wheel | clean
+#   make install | demo [ARGS=--small] | test | test-fast | fuzz | check | format | bench-env | lock |
+#   wheel | clean
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -11,7 +12,7 @@ export PYTHON
 # Some machines forbid bytecode files; then every start compiles torch and vLLM again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test test-fast fuzz check format lock wheel clean distclean
+.PHONY: help install demo test test-fast fuzz check format bench-env lock wheel clean distclean
 
 help:
 	@echo 'make install      builds .venv with everything; the command is .venv/bin/draftmill'
@@ -21,16 +22,17 @@ help:
 	@echo 'make fuzz         installs, and reads hostile bytes for a minute'
 	@echo 'make check        lint, format, types, import contract'
 	@echo 'make format       puts the sources into the house format'
-	@echo 'make lock         resolves requirements/cpu.lock again'
+	@echo 'make bench-env    builds .venv-bench with the peers that draftmill bench shards measures'
+	@echo 'make lock         resolves requirements/cpu.lock and bench.lock again'
 	@echo 'make wheel        builds dist/draftmill-*.whl'
-	@echo 'make clean        removes caches and build output; make distclean removes .venv too'
+	@echo 'make clean        removes caches and build output; make distclean removes .venv and .venv-bench too'
 	@echo 'PYTHON=python3.12 chooses another interpreter; uv is used where it is on the PATH'
 
 install: .venv/.linked
 
 # Two stamps, so that a change of setup.cfg costs a second and only a new lock installs again.
 .venv/.installed: requirements/cpu.lock requirements/install.sh
-	sh requirements/install.sh
+	sh requirements/install.sh .venv cpu
 	@touch $@
 
 .venv/.linked: .venv/.installed setup.cfg requirements/develop.py
@@ -64,6 +66,13 @@ format: install
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
+# zipnn is compiled: it needs a C compiler.
+bench-env: .venv-bench/.installed
+
+.venv-bench/.installed: requirements/bench.lock requirements/install.sh
+	sh requirements/install.sh .venv-bench bench
+	@touch $@
+
 lock:
 	sh requirements/lock.sh
 
@@ -75,8 +84,8 @@ wheel: install
 clean:
 	rm -rf build dist draftmill.egg-info
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	find . -path ./.venv -prune -o -path ./.git -prune -o -name __pycache__ -type d -print0 \
+	find . -path './.venv*' -prune -o -path ./.git -prune -o -name __pycache__ -type d -print0 \
 	    | xargs -0 rm -rf
 
 distclean: clean
-	rm -rf .venv
+	rm -rf .venv .venv-bench

@@ -40,7 +40,8 @@ class Committer:
 
     Not more than one batch of rows waits or is being committed: `put` waits before it takes more,
     which bounds memory and what a kill can cost. After a failed commit every call raises its error
-    and nothing more is written. Leaving the context commits what was put, unless the reason for
+    and nothing more is written; `on_failed` gets it at once, because everybody may be waiting for
+    what only a commit would bring. Leaving the context commits what was put, unless the reason for
     leaving is a cancellation.
     """
 
@@ -53,6 +54,7 @@ class Committer:
         batch_bytes: int = BATCH_BYTES,
         publish_s: float = PUBLISH_S,
         on_committed: Callable[[Sequence[Result]], None] | None = None,
+        on_failed: Callable[[Exception], None] | None = None,
     ) -> None:
         self._writer = writer
         self._batch_rows = batch_rows
@@ -60,6 +62,7 @@ class Committer:
         self._batch_bytes = batch_bytes
         self._publish_s = publish_s
         self._on_committed = on_committed
+        self._on_failed = on_failed
         self._queue: deque[tuple[Result, int, Callable[[], None] | None]] = deque()
         self._rows = 0  # queued and being committed
         self._bytes = 0
@@ -168,6 +171,8 @@ class Committer:
                     self._failure = error
                     self._queue.clear()
                     self._changed.notify_all()
+                if self._on_failed is not None and isinstance(error, Exception):
+                    self._on_failed(error)
                 return
 
     async def _commit(self, batch: list[tuple[Result, int, Callable[[], None] | None]]) -> None:

@@ -221,8 +221,9 @@ class ShardWriter:
     def _open_next(self, entries: int) -> None:
         path = shard_path(self.folder, self._next, sealed=False)
         reserved = max(header_bytes_for(self.shard_bytes), entries + 2 * _SLACK_BYTES)
-        file = files.File(path, self.kind, create=True)
         header = header_for(self.kind, self._next, _LENGTH.size + reserved, [])
+        with files.disk_full_is_budget(path):
+            file = files.File(path, self.kind, create=True)
         try:
             with files.disk_full_is_budget(path):
                 file.write_at(_LENGTH.pack(reserved) + header.ljust(reserved), 0)
@@ -240,7 +241,8 @@ class ShardWriter:
     def append(self, item: Draft) -> tuple[Record, Location]:
         """Write one record (not yet synced) and say where it lies.
 
-        Raises BudgetError when the disk is full; the shard is as it was before then.
+        Raises BudgetError when the disk is full; the shard is as it was before then. An OSError of
+        sealing the last shard says that its records may not be durable.
         """
         head_estimate = 1024 + 64 * len(item.payloads)
         length = head_estimate + sum(len(data) for _, data in item.payloads)
@@ -288,9 +290,11 @@ class ShardWriter:
     def close(self) -> None:
         """Sync and close; the shard stays open on disk and is continued by the next writer."""
         if self._file is not None:
-            self.sync()
-            self._file.close()
-            self._file = None
+            try:
+                self.sync()
+            finally:
+                self._file.close()
+                self._file = None
 
 
 def _pieces(parts: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:

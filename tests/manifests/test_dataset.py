@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DatasetError, LockedError, SettingsMismatch
 from draftmill.manifests.maintenance import RowFilter
 from draftmill.manifests.manifest import Manifest
+from draftmill.manifests.shard import list_shards
 from draftmill.manifests.snapshot import load_snapshot, write_snapshot
 from draftmill.manifests.verify import verify
 from tests.manifests import workload
@@ -171,6 +173,74 @@ def test_evict_frees_whole_shards_and_keeps_completions(full: Dataset) -> None:
         maintenance.evict(writer, None)
     assert list(full.hidden_states_dir.iterdir()) == []
     assert states_of(full) == {"total": 14, "generated": 12, "timed_out": 1, "rejected": 1}
+
+
+def sharded(path: Path, plan: list[tuple[str, int]]) -> tuple[Dataset, dict[int, int]]:
+    """Samples with these sources and lengths, two a shard; and the shard of each id."""
+    dataset = Dataset.create(path, "")
+    with dataset.writer(**workload.SIZES) as writer:
+        writer.add_prompts(
+            replace(prompt, source=source)
+            for prompt, (source, _) in zip(workload.prompts(len(plan)), plan, strict=True)
+        )
+        writer.commit([workload.generate_result(row) for row in writer.pending(0, len(plan))])
+        samples = writer.generated(0, len(plan))
+        for first in range(0, len(plan), 2):
+            pair = samples[first : first + 2]
+            states = [workload.states_of(each.id, plan[each.id - 1][1]) for each in pair]
+            writer.commit(list(map(workload.extract_result, pair, states)))
+            writer.seal("hidden_states")
+        rows = writer.manifest.rows("SELECT id, shard FROM payloads WHERE stage = 'extract'")
+        return dataset, dict(rows)
+
+
+# (source, tokens), two a shard: on average 20, 35, 30 and 35 tokens
+PLAN = [("a", 30), ("a", 10), ("b", 35), ("a", 35), ("b", 40), ("b", 20), ("c", 60), ("c", 10)]
+
+
+@pytest.mark.parametrize(
+    ("options", "order"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"policy": "longest"}, [1, 3, 2, 0]),
+        ({"source": "a"}, [0, 1]),
+        ({"source": "b"}, [1, 2]),
+        ({"source": "b", "policy": "longest"}, [1, 2]),
+        ({"source": "a", "policy": "longest"}, [1, 0]),
+        ({"source": "nobody's"}, []),
+    ],
+)
+def test_evict_by_age_length_and_source(
+    tmp_path: Path, options: dict[str, str], order: list[int]
+) -> None:
+    """One more shard each time, until there is none left that is meant."""
+    dataset, shard_of = sharded(tmp_path / "d", PLAN)
+    sizes = {number: path.stat().st_size for number, path in shards_of(dataset).items()}
+    with dataset.writer(**workload.SIZES) as writer:
+        for count in range(1, len(order) + 1):
+            assert maintenance.evict(writer, 1, **options) == (1, 2, sizes[order[count - 1]])
+            assert set(sizes) - set(shards_of(dataset)) == set(order[:count])
+            gone = sorted(id for id, shard in shard_of.items() if shard in order[:count])
+            assert [sample.id for sample in writer.generated(0, 100)] == gone
+        assert maintenance.evict(writer, 1, **options) == (0, 0, 0)
+        assert verify(dataset.path, writer.manifest).ok
+
+
+def test_evict_takes_as_many_shards_as_the_size_needs(tmp_path: Path) -> None:
+    dataset, _ = sharded(tmp_path / "d", PLAN)
+    sizes = [path.stat().st_size for _, path in sorted(shards_of(dataset).items())]
+    with dataset.writer(**workload.SIZES) as writer:
+        wanted = sizes[1] + 1
+        found = maintenance.evict(writer, wanted, policy="longest")
+        assert found == (2, 4, sizes[1] + sizes[3])
+        assert set(shards_of(dataset)) == {0, 2}
+        assert maintenance.evict(writer, None, source="b") == (1, 2, sizes[2])
+        assert maintenance.evict(writer, 10**12) == (1, 2, sizes[0])
+    assert states_of(dataset) == {"total": len(PLAN), "generated": len(PLAN)}
+
+
+def shards_of(dataset: Dataset) -> dict[int, Path]:
+    return list_shards(dataset.hidden_states_dir)
 
 
 def test_lost_payloads_put_rows_back(full: Dataset) -> None:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from draftmill.manifests.sizes import parse_size
 from draftmill.tools.bench.experiments.command import on_policy_command, precision_command
+from draftmill.tools.render import say
 
 Figures = Sequence[Mapping[str, Any]]  # name, value, unit, baseline, ratio
 
@@ -40,17 +41,24 @@ def _common(command: Callable[..., None]) -> Callable[..., None]:
 
 @bench_command.command("shards")
 @click.option("--states", metavar="FILE", help="A .npy of bf16 bit patterns, uint16 [T, L, H].")
+@click.option(
+    "--peers", metavar="PYTHON", help="One that has the peers. [default: that of `make bench-env`]"
+)
 @_common
-def shards_command(states: str | None, rounds: int, as_json: bool) -> None:
-    """Codecs against plain zstd-1, on hidden states of the embedded model.
+def shards_command(states: str | None, peers: str | None, rounds: int, as_json: bool) -> None:
+    """Codecs and peers against zstd-1, on states of the embedded model.
 
     \b
     draftmill bench shards
     draftmill bench shards --states mine.npy --json
     """
-    from draftmill.tools.bench import shards
+    from draftmill.tools.bench import peer_process, shards
 
-    show(shards.run(Path(states) if states else None, rounds=rounds), as_json=as_json)
+    python = Path(peers) if peers else peer_process.bench_python()
+    if python is None:
+        say("zipnn, MDS and safetensors are left out: in a clone, `make bench-env` brings them")
+    path = Path(states) if states else None
+    show(shards.run(path, rounds=rounds, peers=python), as_json=as_json)
 
 
 @bench_command.command("loader")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import ServerError
 from draftmill.manifests.types import Attempt, Completion, Prompt, Result, StatesTLH
 from draftmill.tools.bench.figures import Figure
+from draftmill.tools.bench.process import ram_disk
 from draftmill.tools.bench.shards import states_of_bench
 
 MODEL = "bench/prepared"
@@ -53,8 +53,8 @@ class ExtractBench:
     sample_tokens: int = 4096
     codec: str = "em-zfast"
     threads: int = 2
-    folder: Path = field(default_factory=lambda: _temporary())
-    memory: Path = field(default_factory=lambda: _ram_disk())
+    folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
+    memory: Path = field(default_factory=ram_disk)
 
     def __post_init__(self) -> None:
         codec.parse_codec(self.codec)
@@ -126,15 +126,6 @@ def _figures(raw_bytes: int, seconds: dict[str, list[float]], name: str) -> list
 
 
 # ---- what is prepared ---------------------------------------------------------------------------
-
-
-def _ram_disk() -> Path:
-    shared = Path("/dev/shm")
-    return shared if shared.is_dir() and os.access(shared, os.W_OK) else _temporary()
-
-
-def _temporary() -> Path:
-    return Path(tempfile.gettempdir())
 
 
 @contextmanager

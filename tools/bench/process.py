@@ -1,8 +1,13 @@
-"""What the operating system says about processes: CPU seconds, memory. Linux only, as draftmill."""
+"""What the operating system says: CPU seconds and memory of processes, where files cost no disk.
+
+Linux only, as draftmill.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 
@@ -17,3 +22,11 @@ def cpu_s_of(pid: int) -> float:
     stat = Path(f"/proc/{pid}/stat").read_text()
     user, system = stat.rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def ram_disk(need_bytes: int = 0) -> Path:
+    """A folder in memory with so much room; the temporary folder where there is none."""
+    shared = Path("/dev/shm")
+    if os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > need_bytes:
+        return shared
+    return Path(tempfile.gettempdir())

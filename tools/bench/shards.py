@@ -1,8 +1,8 @@
 """The codecs of hidden states side by side: size, speed, error. Behind `draftmill bench shards`.
 
-Owns how it is measured; making states is `bench_states`'s, the arithmetic of errors
-`codec_error`'s. Every figure of a run comes from the same states in the same process: the machine's
-other load moves all of them, and a ratio less than its parts.
+Owns how it is measured; making states is `states`'s, the arithmetic of errors `codec_error`'s, what
+stands beside the codecs `peer_process`'s. Every figure of a run comes from the same states, one
+round after the other: the machine's other load moves all of them, and a ratio less than its parts.
 
 Legend: T tokens, L layers, H hidden size; states are bf16 bit patterns, uint16 [T, L, H].
 """
@@ -12,9 +12,11 @@ from __future__ import annotations
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -25,6 +27,7 @@ from draftmill.manifests import codec, codec_error
 from draftmill.manifests.errors import UsageError
 from draftmill.manifests.target import TargetModel
 from draftmill.tools.bench.figures import Figure
+from draftmill.tools.bench.peer_process import Rival, rivals_in
 from draftmill.tools.bench.reads import bench_reads
 
 BASELINE = "zstd-1"
@@ -75,17 +78,22 @@ def run(
     rounds: int = 7,
     codecs: Sequence[str] = codec.CODECS,
     model_folder: Path | None = None,
+    peers: Path | None = None,
 ) -> list[Figure]:
     """The bench on the states in a file or, without one, on those of the embedded model.
 
     `model_folder` is the model that the states in the file came from: lossy codecs then get their
-    KL through its lm_head.
+    KL through its lm_head. `peers` is a Python that has the peers.
     """
     states, embedded = states_of_bench(states_file)
     model_folder = model_folder or embedded
     target = TargetModel.from_folder(model_folder) if model_folder else None
     settings = ShardsBench(codecs=tuple(codecs), rounds=rounds)
-    figures = bench_shards(states, settings, target=target)
+    with ExitStack() as stack:
+        rivals = []
+        if peers is not None:
+            rivals = stack.enter_context(rivals_in(peers, states, SAMPLE_TOKENS))
+        figures = bench_shards(states, settings, target=target, rivals=rivals)
     return figures + bench_reads(states, Path(tempfile.gettempdir()))
 
 
@@ -107,9 +115,10 @@ def bench_shards(
     settings: ShardsBench | None = None,
     *,
     target: TargetModel | None = None,
+    rivals: Sequence[Rival] = (),
     on_round: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Figure]:
-    """Measure every codec and plain zstd-1 on these states.
+    """Measure every codec, plain zstd-1 and the rivals on these states, in turn.
 
     With `target`, whose last layer must be the states' last, lossy codecs and fp8 also get their
     KL through its lm_head. `on_round(done, rounds)` is called as the timing goes on.
@@ -121,8 +130,8 @@ def bench_shards(
     ]
     contenders: list[_Contender] = [_PlainZstd(samples)]
     contenders += [_Codec(name, samples) for name in settings.codecs]
-    figures = _ratios(contenders, states_TLH.nbytes)
-    figures += _speeds(contenders, states_TLH.nbytes, settings, on_round)
+    figures = _ratios([*contenders, *rivals], states_TLH.nbytes)
+    figures += _speeds(contenders, rivals, states_TLH.nbytes, settings, on_round)
     figures += _errors(contenders, states_TLH, settings, target)
     return figures
 
@@ -222,7 +231,7 @@ def _figure(
     )
 
 
-def _ratios(contenders: Sequence[_Contender], raw_bytes: int) -> list[Figure]:
+def _ratios(contenders: Sequence[_Contender | Rival], raw_bytes: int) -> list[Figure]:
     plain = raw_bytes / contenders[0].stored_bytes
     return [
         _figure(item.name, "ratio", raw_bytes / item.stored_bytes, "x", (BASELINE, plain))
@@ -232,30 +241,18 @@ def _ratios(contenders: Sequence[_Contender], raw_bytes: int) -> list[Figure]:
 
 def _speeds(
     contenders: Sequence[_Contender],
+    rivals: Sequence[Rival],
     raw_bytes: int,
     settings: ShardsBench,
     on_round: Callable[[int, int], None],
 ) -> list[Figure]:
     """Medians of MB of raw states a second, on one thread and on several."""
-    work: dict[tuple[str, str], tuple[Callable[[int], None], int]] = {}
-    for item in contenders:
-        work[item.name, "encode_mb_s"] = (item.encode, 1)
-        work[item.name, "decode_mb_s"] = (item.decode, 1)
-        if isinstance(item, _Codec) and item.name != RAW:
-            work[item.name, "decode_planes_mb_s"] = (item.decode_planes, 1)
-            work[item.name, "decode_planes_copied_mb_s"] = (item.copy_planes, 1)
-        if settings.threads > 1 and item.name != RAW:
-            work[item.name, "encode_threads_mb_s"] = (item.encode, settings.threads)
-            work[item.name, "decode_threads_mb_s"] = (item.decode, settings.threads)
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in work}
-    indices = range(len(contenders[0].samples))
+    seconds: dict[tuple[str, str], list[float]] = {}
     with ThreadPoolExecutor(settings.threads) as pool:
+        work = _timings(contenders, rivals, pool if settings.threads > 1 else None)
         for done in range(settings.rounds):
-            for key, (operation, threads) in work.items():
-                start = time.perf_counter()
-                for _ in (pool.map if threads > 1 else map)(operation, indices):
-                    pass
-                seconds[key].append(time.perf_counter() - start)
+            for key, timing in work.items():
+                seconds.setdefault(key, []).append(timing())
             on_round(done + 1, settings.rounds)
     speed = {key: raw_bytes / 1e6 / median(times) for key, times in seconds.items()}
     figures = []
@@ -267,6 +264,39 @@ def _speeds(
         plain = what.partition("_")[0] + "_mb_s"
         figures.append(_figure(name, what, value, "MB/s", (BASELINE, speed[BASELINE, plain])))
     return figures
+
+
+def _timings(
+    contenders: Sequence[_Contender], rivals: Sequence[Rival], pool: ThreadPoolExecutor | None
+) -> dict[tuple[str, str], Callable[[], float]]:
+    """What is measured once in each round, by name and figure; each gives its seconds."""
+    indices = range(len(contenders[0].samples))
+
+    def timing(
+        operation: Callable[[int], None], mapped: Callable[..., Iterable[None]] = map
+    ) -> Callable[[], float]:
+        def seconds() -> float:
+            start = time.perf_counter()
+            for _ in mapped(operation, indices):
+                pass
+            return time.perf_counter() - start
+
+        return seconds
+
+    work: dict[tuple[str, str], Callable[[], float]] = {}
+    for item in contenders:
+        work[item.name, "encode_mb_s"] = timing(item.encode)
+        work[item.name, "decode_mb_s"] = timing(item.decode)
+        if isinstance(item, _Codec) and item.name != RAW:
+            work[item.name, "decode_planes_mb_s"] = timing(item.decode_planes)
+            work[item.name, "decode_planes_copied_mb_s"] = timing(item.copy_planes)
+        if pool is not None and item.name != RAW:
+            work[item.name, "encode_threads_mb_s"] = timing(item.encode, pool.map)
+            work[item.name, "decode_threads_mb_s"] = timing(item.decode, pool.map)
+    for rival in rivals:
+        for operation in ("encode", "decode"):
+            work[rival.name, f"{operation}_mb_s"] = partial(rival.seconds, operation)
+    return work
 
 
 def _errors(
