@@ -29,20 +29,28 @@ def parse_budget(text: str, folder: Path) -> int:
 
     Raises ValueError with the forms that are understood.
     """
-    share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
+    share = parse_share(text)
     if share is None:
         try:
             size = parse_size(text)
         except ValueError as error:
             raise ValueError(f"{error}, or a share of the volume like 80%") from error
     else:
-        if not 0 < float(share[1]) <= 100:
-            raise ValueError(f"{text!r} is not within 0% and 100% of the volume")
         volume = os.statvfs(_existing(folder))
-        size = int(volume.f_blocks * volume.f_frsize * float(share[1]) / 100)
+        size = int(volume.f_blocks * volume.f_frsize * share / 100)
     if size < 1:
         raise ValueError(f"{text!r} is nothing at all")
     return size
+
+
+def parse_share(text: str) -> float | None:
+    """Percent of "80%", None where it is no share; ValueError outside of 0% to 100%."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", text)
+    if found is None:
+        return None
+    if not 0 < float(found[1]) <= 100:
+        raise ValueError(f"{text!r} is not within 0% and 100% of the volume")
+    return float(found[1])
 
 
 def check_budget(limit_bytes: int) -> None:
@@ -226,7 +234,7 @@ class Budget:
                 return (
                     f"{self._staging}: the next sample's file takes {format_size(staged_bytes)}, "
                     f"{format_size(max(0, room))} of {format_size(self.staging_limit_bytes)} are "
-                    "left for staging. Raise staging_bytes or empty the folder."
+                    "left for staging. Raise staging_size under [extract] or empty the folder."
                 )
         return self._disk_lack(stored_bytes, staged_bytes, stored, staged)
 

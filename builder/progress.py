@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,6 +26,11 @@ class Progress:
     used_bytes: int = 0
     budget_bytes: int | None = None
     note: str | None = None
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Progress:
+        """From `running` in status.json; what another draftmill adds to it is left out."""
+        return cls(**{name: document[name] for name in cls.__slots__ if name in document})
 
 
 OnProgress = Callable[[Progress], None]

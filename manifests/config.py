@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import json
 import re
+import sys
 import tomllib
 import types
 import typing
@@ -188,7 +189,10 @@ def _coerce(value: Any, hint: Any) -> Any:
         return value
     if hint is Any:
         return value
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        # nan passes every comparison, and nothing waits or weighs inf
+        if not abs(value) <= sys.float_info.max:
+            raise TypeError("a finite number")
         return float(value)
     names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
     if isinstance(value, hint) and isinstance(value, bool) == (hint is bool):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from draftmill.manifests import files, lock
+from draftmill.manifests import files, lock, prompts
 from draftmill.manifests.errors import DatasetError, LockedError
 from draftmill.manifests.layout import Layout
 from draftmill.manifests.manifest import Manifest, ManifestDamaged
@@ -61,7 +61,7 @@ class Dataset(Layout):
     def _not_open(self) -> DatasetError:
         if not self.path.is_dir():
             return DatasetError(f"{self.path} is not a dataset: there is no such folder")
-        if self.manifest_path.exists() or any(self.prompts_dir.glob("*.parquet")):
+        if self.manifest_path.exists() or self.prompt_files():
             return DatasetError(
                 f"{self.path}: config.toml is missing. Restore it, or make one for the same model "
                 "with `draftmill init OTHER …` and copy OTHER/config.toml here; a run whose "
@@ -103,10 +103,12 @@ def _open_manifest(dataset: Dataset) -> tuple[Manifest, bool]:
             folder.mkdir(exist_ok=True)
         except OSError as error:
             raise DatasetError(f"{folder} must be a folder: {error.strerror}") from error
-    empty = not any(dataset.prompts_dir.glob("*.parquet"))
-    if dataset.manifest_path.exists() or empty:
+    paths = dataset.prompt_files()
+    if dataset.manifest_path.exists() or not paths:
         try:
-            return Manifest(dataset.manifest_path), False
+            if paths and not dataset.manifest_path.stat().st_size:
+                raise ManifestDamaged(f"{dataset.manifest_path} is empty")
+            return _own(Manifest(dataset.manifest_path), dataset), False
         except ManifestDamaged:
             stamp = f"damaged-{time.time_ns()}"
             for name in ("manifest.duckdb", "manifest.duckdb.wal"):
@@ -116,21 +118,41 @@ def _open_manifest(dataset: Dataset) -> tuple[Manifest, bool]:
     return _rebuild_manifest(dataset), True
 
 
+def _own(manifest: Manifest, dataset: Dataset) -> Manifest:
+    """The manifest, if it is of this dataset's prompts: another's would mix up both."""
+    reason = prompts.stranger(manifest, dataset.prompt_files())
+    if reason is None:
+        return manifest
+    manifest.close()
+    raise DatasetError(
+        f"{manifest.path} is of another dataset: {reason}. Put this dataset's own one back, or "
+        f"move it away: `draftmill verify {dataset.path} --repair` then rebuilds it."
+    )
+
+
 def _rebuild_manifest(dataset: Dataset) -> Manifest:
     temporary = dataset.path / ".manifest.rebuild"
-    for name in (temporary.name, f"{temporary.name}.wal", "manifest.duckdb.wal"):
-        files.unlink(dataset.path / name, "manifest.rebuild")
-    manifest = Manifest(temporary)
+    files.unlink(dataset.path / "manifest.duckdb.wal", "manifest.rebuild")
+    manifest = _fresh(temporary)
     if dataset.snapshot_path.exists():
         try:
             load_snapshot(manifest, dataset.snapshot_path)
+            _own(manifest, dataset)
         except DatasetError:
             # A damaged snapshot costs history, not completions: those are in the shards.
             aside = dataset.path / f"manifest.parquet.damaged-{time.time_ns()}"
             files.rename(dataset.snapshot_path, aside, "manifest.quarantine")
+            manifest.close()
+            manifest = _fresh(temporary)
     manifest.close()
     files.publish(temporary, dataset.manifest_path, "manifest.rebuild")
     return Manifest(dataset.manifest_path)
+
+
+def _fresh(path: Path) -> Manifest:
+    for each in (path, path.with_name(f"{path.name}.wal")):
+        files.unlink(each, "manifest.rebuild")
+    return Manifest(path)
 
 
 class DatasetReader:

@@ -218,6 +218,19 @@ def disk_full_is_budget(path: Path) -> Iterator[None]:
         ) from error
 
 
+def numbered(folder: Path, suffix: str) -> dict[int, Path]:
+    """Regular files NNNNNN + `suffix` in `folder` by number, in order; nothing else that is there.
+
+    A person's copy or note beside them must not be taken for one of them.
+    """
+    found = {}
+    for path in folder.glob(f"*{suffix}"):
+        stem = path.name[: -len(suffix)]
+        if stem.isascii() and stem.isdigit() and stem == f"{int(stem):06d}" and path.is_file():
+            found[int(stem)] = path
+    return dict(sorted(found.items()))
+
+
 def folder_bytes(folder: Path) -> int:
     """Sum of the sizes of all files below `folder`; files that vanish meanwhile count nothing."""
     total = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from draftmill.manifests import files
+
 
 class Layout:
     """Paths of a dataset folder; the meaning of each is specified in docs/format.md."""
@@ -19,6 +21,10 @@ class Layout:
         self.snapshot_path = self.path / "manifest.parquet"
         self.status_path = self.path / "status.json"
         self.lock_path = self.path / ".lock"
+
+    def prompt_files(self) -> dict[int, Path]:
+        """The prompt files that are there, by number."""
+        return files.numbered(self.prompts_dir, ".parquet")
 
     def prompt_file(self, number: int) -> Path:
         """The prompt file `number`."""

@@ -6,6 +6,7 @@ what a crash leaves behind to `recovery`.
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,10 @@ _LOCK_WAIT_S = 5.0
 # A state that a prompt may take as the direct outcome of an attempt.
 _STATE_OUTCOMES = {"generated", "extracted", "timed_out", "failed", "rejected"}
 
+
+_KIND = duckdb.StatementType
+# PIVOT is made of several statements.
+_QUESTIONS = (_KIND.SELECT, _KIND.EXPLAIN, _KIND.PRAGMA, _KIND.CALL, _KIND.MULTI)
 
 # What a query can raise, for callers that look after it themselves.
 QueryError = duckdb.Error
@@ -123,12 +128,19 @@ class Manifest:
         try:
             # A question must not write files, nor change the settings that forbid it.
             self._db.execute("SET enable_external_access = false")
+            # Nor is a misspelt table one of this program's variables.
+            self._db.execute("SET python_enable_replacements = false")
+            statements = duckdb.extract_statements(query)
+            if len(statements) > 1 or any(each.type not in _QUESTIONS for each in statements):
+                raise UsageError(f"{query!r} is more than a question; write one SELECT")
             found = self._db.sql(query)
+            # The rows come now, and with them errors that only some rows have.
+            table = None if found is None else found.to_arrow_table()
         except duckdb.Error as error:
             raise UsageError(str(error)) from error
-        if found is None:
+        if table is None:
             raise UsageError(f"{query!r} asks nothing; write a SELECT")
-        return found.to_arrow_table()
+        return table.rename_columns(_distinct(table.column_names))
 
     # -- prompts -----------------------------------------------------------------------------
 
@@ -284,6 +296,15 @@ class Manifest:
             yield
         finally:
             self._db.unregister(name)
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Names of columns, each one once: `id, id` as `id, id_1`."""
+    found: list[str] = []
+    for name in names:
+        free = (f"{name}_{n}" if n else name for n in itertools.count())
+        found.append(next(each for each in free if each not in found))
+    return found
 
 
 def _connect(path: Path | None, read_only: bool) -> duckdb.DuckDBPyConnection:

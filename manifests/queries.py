@@ -8,8 +8,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from draftmill.manifests.manifest import Manifest
+from draftmill.manifests.errors import DatasetError
+from draftmill.manifests.manifest import Manifest, QueryError
 from draftmill.manifests.types import Stage, State
+
+_UNREADABLE = (
+    "prompts cannot be read: {}. Restore the file from a copy; `draftmill verify` names every one "
+    "that is damaged."
+)
 
 
 def unknown(manifest: Manifest, hashes: Sequence[str]) -> set[str]:
@@ -60,14 +66,25 @@ def conversations(manifest: Manifest, paths: Iterable[Path], ids: Sequence[int])
     """Conversation JSON of `ids` (ascending), read from the prompt files `paths`."""
     if not ids:
         return {}
+    names = [str(path) for path in paths]
     batch = pa.table({"id": pa.array(ids, pa.int64())})
     with manifest.batch("wanted_ids", batch):
-        found = manifest.rows(
-            "SELECT id, conversation FROM read_parquet(?) SEMI JOIN wanted_ids USING (id) "
-            "WHERE id BETWEEN ? AND ?",
-            [[str(path) for path in paths], ids[0], ids[-1]],
-        )
-    return dict(found)
+        try:
+            found = dict(
+                manifest.rows(
+                    "SELECT id, conversation FROM read_parquet(?) SEMI JOIN wanted_ids USING (id) "
+                    "WHERE id BETWEEN ? AND ?",
+                    [names, ids[0], ids[-1]],
+                )
+            )
+        except QueryError as error:
+            if "interrupted" in str(error):
+                raise
+            raise DatasetError(_UNREADABLE.format(str(error).splitlines()[0])) from error
+    if missing := next((each for each in ids if each not in found), None):
+        where = ", ".join(names) or "prompts"
+        raise DatasetError(_UNREADABLE.format(f"{where}: prompt {missing} is not there"))
+    return found
 
 
 def known_ends(manifest: Manifest, stage: Stage) -> dict[int, int]:

@@ -214,7 +214,7 @@ def pack(item: Draft, shard: int, offset: int) -> tuple[Record, bytes]:
 
 def _attempt_fields(attempt: Attempt) -> dict[str, Any]:
     values = ((name, getattr(attempt, name)) for name in _ATTEMPT_FIELDS)
-    return {name: value for name, value in values if value is not None}
+    return {name: record_fields.storable(value) for name, value in values if value is not None}
 
 
 def header_length(prefix: bytes) -> int:

@@ -31,6 +31,13 @@ def text(value: Any) -> str:
     return value
 
 
+def storable(value: Any) -> Any:
+    """Text as UTF-8 can hold it: a server's words may have half a character, as `\\ud800`."""
+    if isinstance(value, str) and not value.isascii():
+        return value.encode("utf-8", "backslashreplace").decode()
+    return value
+
+
 def attempt(values: Any) -> Attempt:
     """The attempt of a header; ValueError where a value does not fit its column."""
     found: dict[str, Any] = {}

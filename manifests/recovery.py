@@ -12,15 +12,15 @@ from pathlib import Path
 import pyarrow as pa
 
 from draftmill.manifests import files, queries, schema
-from draftmill.manifests.errors import DamagedError
-from draftmill.manifests.manifest import Manifest
+from draftmill.manifests.errors import DamagedError, DatasetError
+from draftmill.manifests.manifest import Manifest, QueryError
 from draftmill.manifests.record import Record
 from draftmill.manifests.shard import (
     KINDS,
     STAGE_OF_KIND,
     Damage,
     Kind,
-    data_start,
+    first_record,
     is_open,
     list_shards,
     scan,
@@ -79,9 +79,16 @@ def _adopt_prompts(folder: Path, manifest: Manifest, report: RecoveryReport) -> 
     for stray in folder.glob(".*.tmp"):
         files.unlink(stray, "prompts.stray")
     known = queries.prompt_files(manifest)
-    for path in sorted(folder.glob("*.parquet")):
-        if path.stem.isdigit() and int(path.stem) not in known:
-            report.adopted_prompts += manifest.insert_prompts(int(path.stem), path)
+    for number, path in files.numbered(folder, ".parquet").items():
+        if number not in known:
+            try:
+                report.adopted_prompts += manifest.insert_prompts(number, path)
+            except QueryError as error:
+                # Going on without it would make strangers of the records of its prompts.
+                raise DatasetError(
+                    f"{path} cannot be read as prompts ({str(error).splitlines()[0]}). Restore it "
+                    "from a copy; or move it away, to go on without its prompts and their samples."
+                ) from error
     if report.rebuilt:
         report.adopted_prompts = 0
 
@@ -115,8 +122,7 @@ def _scan_shard(
     """Records of a shard beyond its last acknowledged byte; cuts what is torn behind them."""
     size = path.stat().st_size
     try:
-        with open(path, "rb") as head:
-            start = data_start(head.read(8), size)
+        start = first_record(path, number)
     except DamagedError as error:
         if known_end is None and is_open(path):
             # The shard was being created: it holds nothing.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from draftmill.manifests.record_fields import storable
 from draftmill.manifests.types import STATES, Attempt
 
 SCHEMA_VERSION = "1"
@@ -106,7 +107,9 @@ STATE_ROWS = pa.schema(
 
 def attempt_rows(attempts: Sequence[Attempt]) -> pa.Table:
     """Attempts as an Arrow table in the column order of the table `attempts`."""
-    columns = [[getattr(attempt, name) for attempt in attempts] for name in ATTEMPT_COLUMNS]
+    columns = [
+        [storable(getattr(attempt, name)) for attempt in attempts] for name in ATTEMPT_COLUMNS
+    ]
     return pa.Table.from_arrays(
         [pa.array(c, type=f.type) for c, f in zip(columns, ATTEMPT_ROWS, strict=True)],
         schema=ATTEMPT_ROWS,

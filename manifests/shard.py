@@ -41,13 +41,13 @@ def shard_path(folder: Path, number: int, *, sealed: bool) -> Path:
 
 
 def list_shards(folder: Path) -> dict[int, Path]:
-    """Shard files by number, in order; a sealed file wins over an open one of the same number."""
+    """Shard files by number, in order; a sealed file wins over an open one of the same number.
+
+    Other files, and other names of the same number, are not the dataset's.
+    """
     found: dict[int, Path] = {}
     for suffix in (_OPEN, _SEALED):
-        for path in folder.glob(f"*{suffix}"):
-            stem = path.name[: -len(suffix)]
-            if stem.isdigit():
-                found[int(stem)] = path
+        found |= files.numbered(folder, suffix)
     return dict(sorted(found.items()))
 
 
@@ -69,6 +69,43 @@ def data_start(file_head: bytes, size: int) -> int:
     if reserved > _MAX_HEADER or _LENGTH.size + reserved > size:
         raise DamagedError(f"header claims {reserved} bytes")
     return _LENGTH.size + int(reserved)
+
+
+def first_record(path: Path, number: int) -> int:
+    """Offset of the first record of a shard file; raises DamagedError where nothing tells it."""
+    with open(path, "rb") as file:
+        if path.stat().st_size == 0:
+            raise DamagedError("the file ends before its header")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _first_record(data, number)
+
+
+def _first_record(data: mmap.mmap, number: int) -> int:
+    """What the header's length says, unless the records say otherwise.
+
+    Those 8 bytes have no checksum, and every record would hang on them. A record knows its own
+    place: one before the claimed end of the header, or behind it with only header between, is
+    right and the length is not.
+    """
+    size = len(data)
+    found = _next_record(data, number, _LENGTH.size, size)
+    try:
+        claimed = data_start(data[: _LENGTH.size], size)
+    except DamagedError:
+        if found == size:
+            raise
+        return found
+    if found > claimed:
+        is_header = found <= _MAX_HEADER and _is_header(data[_LENGTH.size : found])
+        return found if is_header else claimed
+    return found
+
+
+def _is_header(text: bytes) -> bool:
+    try:
+        return isinstance(json.loads(text.rstrip(b" ")), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +131,7 @@ def scan(
         if size == 0:
             return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            position = data_start(data[: _LENGTH.size], size) if start is None else start
+            position = _first_record(data, number) if start is None else start
             while position < size:
                 found = _read_one(data, number, position, size, verify)
                 yield found
@@ -171,7 +208,7 @@ def seal(path: Path, kind: Kind, number: int) -> Path:
     found = list(scan(path, number, verify=False))
     file = files.File(path, f"{kind}.seal")
     try:
-        start = data_start(file.read_at(_LENGTH.size, 0), file.size())
+        start = first_record(path, number)
         reserved = start - _LENGTH.size
         header = header_for(kind, number, start, found)
         if len(header) > reserved:
@@ -181,6 +218,8 @@ def seal(path: Path, kind: Kind, number: int) -> Path:
                 offset=0,
             )
         file.sync()
+        if file.read_at(_LENGTH.size, 0) != _LENGTH.pack(reserved):
+            file.write_at(_LENGTH.pack(reserved), 0)
         file.write_at(header.ljust(reserved), _LENGTH.size)
         file.sync()
     finally:
@@ -215,7 +254,7 @@ class ShardWriter:
         self._number = int(path.name.partition(".")[0])
         self._file = files.File(path, self.kind)
         self._end = self._file.size()
-        self._start = data_start(self._file.read_at(_LENGTH.size, 0), self._end)
+        self._start = first_record(path, self._number)
         self._entries = sum(_entry_bytes(found) for found in scan(path, self._number, verify=False))
 
     def _open_next(self, entries: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from draftmill.manifests import files, prompts
 from draftmill.manifests.errors import DamagedError
 from draftmill.manifests.manifest import Manifest
 from draftmill.manifests.reader import ShardReader
@@ -24,7 +25,7 @@ from draftmill.manifests.shard import (
     STAGE_OF_KIND,
     Damage,
     Kind,
-    data_start,
+    first_record,
     header_for,
     is_open,
     list_shards,
@@ -99,6 +100,7 @@ def verify(
         on_disk = list_shards(folder / kind)
         for number in sorted({*rows, *on_disk}):
             jobs.append((kind, number, on_disk.get(number), rows.get(number, [])))
+    _check_prompts(folder / "prompts", manifest, report)
     reader = ShardReader(folder) if deep else None
 
     def check(job: tuple[Kind, int, Path | None, list[_Row]]) -> VerifyReport:
@@ -116,6 +118,22 @@ def verify(
     if reader is not None:
         reader.close()
     return report
+
+
+def _check_prompts(folder: Path, manifest: Manifest, report: VerifyReport) -> None:
+    paths = files.numbered(folder, ".parquet")
+    report.bytes_checked += sum(path.stat().st_size for path in paths.values())
+    for name, reason in prompts.faults(manifest, paths):
+        report.damaged.append(
+            Fault(
+                sample=None,
+                shard=f"prompts/{name}",
+                offset=0,
+                length=(folder / name).stat().st_size if (folder / name).exists() else 0,
+                reason=reason,
+                stage="generate",
+            )
+        )
 
 
 def _rows(manifest: Manifest, stage: Stage) -> dict[int, list[_Row]]:
@@ -147,12 +165,16 @@ def _check_shard(
     if path is None:
         report.damaged += [fault(r, *r.location[1:], "the shard file is missing") for r in rows]
         return report
-    report.bytes_checked = path.stat().st_size
     found: list[Record | Damage] = []
     by_offset = {row.location.offset: row for row in rows}
     try:
+        report.bytes_checked = path.stat().st_size
         for item in scan(path, number):
             found.append(item)
+    except FileNotFoundError:
+        # A writer sealed or evicted it meanwhile.
+        now = list_shards(path.parent).get(number)
+        return _check_shard(kind, number, None if now == path else now, rows, reader)
     except DamagedError as error:
         report.damaged.append(fault(None, 0, 8, error.reason))
         report.damaged += [fault(r, *r.location[1:], "unreachable") for r in rows]
@@ -211,10 +233,10 @@ def _decode(reader: ShardReader, stage: Stage, row: _Row) -> str | None:
 
 
 def _header_fault(path: Path, kind: Kind, number: int, found: list[Record | Damage]) -> str | None:
+    start = first_record(path, number)
     with open(path, "rb") as file:
-        head = file.read(8)
-        start = data_start(head, path.stat().st_size)
+        length = int.from_bytes(file.read(8), "little")
         stored = file.read(start - 8)
-    if stored.rstrip(b" ") != header_for(kind, number, start, found):
+    if length != start - 8 or stored.rstrip(b" ") != header_for(kind, number, start, found):
         return "the safetensors header does not match the records"
     return None

@@ -151,8 +151,8 @@ class DatasetWriter:
                     for name in schema.PROMPT_FILE.names[1:]
                 },
             }
-            numbers = [int(p.stem) for p in self.dataset.prompts_dir.glob("*.parquet")]
-            number = max([*numbers, *queries.prompt_files(self.manifest), -1]) + 1
+            numbers = {*self.dataset.prompt_files(), *queries.prompt_files(self.manifest)}
+            number = max(numbers, default=-1) + 1
             path = self.dataset.prompt_file(number)
             temporary = path.with_name(f".{path.name}.tmp")
             with files.disk_full_is_budget(path):
@@ -162,6 +162,7 @@ class DatasetWriter:
                     temporary,
                     compression="zstd",
                     row_group_size=2048,
+                    write_page_checksum=True,
                 )
                 files.publish(temporary, path, "prompts")
             return self.manifest.insert_prompts(number, path)

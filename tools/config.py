@@ -8,13 +8,13 @@ import os
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from draftmill.builder.requests.api_key import VARIABLES
 from draftmill.manifests import config
 from draftmill.manifests.dataset import Dataset
+from draftmill.tools.render import console
 from draftmill.tools.settings import OPTIONS, SECTIONS, load
 
 
@@ -45,7 +45,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
     """One table for each section."""
     shown = []
     for section, keys in found.items():
-        table = Table(title=f"[{section}]".replace("[", "\\["), title_justify="left", box=None,
+        table = Table(title=f"[{section}]", title_justify="left", box=None,
                       show_header=False, pad_edge=False)  # fmt: skip
         for column in ("key", "value", "from"):
             table.add_column(column, overflow="fold")
@@ -81,7 +81,7 @@ def config_command(dataset: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
-    console = Console()
+    screen = console()
     for table in tables(found):
-        console.print(table)
-        console.print()
+        screen.print(table)
+        screen.print()

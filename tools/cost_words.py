@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from draftmill.manifests.sizes import format_size
+from draftmill.manifests.sizes import format_size, three_digits
 from draftmill.tools.costs import HARDWARE, STAGES
 from draftmill.tools.render import duration
 
@@ -14,8 +14,8 @@ def both_units(size: float) -> str:
     """Bytes in decimal and binary units: `2.35 TB (2.14 TiB)`."""
     for letter, power in (("T", 4), ("G", 3), ("M", 2)):
         if size >= 1000**power / (10 if letter == "T" else 1):
-            binary = size / 1024**power
-            return f"{size / 1000**power:,.3g} {letter}B ({binary:,.3g} {letter}iB)"
+            decimal, binary = (three_digits(size / base**power) for base in (1000, 1024))
+            return f"{decimal} {letter}B ({binary} {letter}iB)"
     return format_size(size)
 
 

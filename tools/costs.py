@@ -84,7 +84,7 @@ class Job:
     @property
     def tokens(self) -> int:
         """All tokens, prompts and completions."""
-        return round(self.samples * self.tokens_per_sample)
+        return max(1, round(self.samples * self.tokens_per_sample))
 
     @property
     def stored_bytes(self) -> float:

@@ -99,7 +99,16 @@ def disk(dataset: Dataset, settings: Settings) -> Iterator[Finding]:
             why="the run stops when the volume is full, not at its budget",
             fix="lower disk_budget under [dataset] in config.toml, or free space",
         )
-    speed = _write_speed(dataset.path)
+    try:
+        speed = _write_speed(dataset.path)
+    except OSError as error:
+        yield Finding(
+            ok=False,
+            what=f"{dataset.path} cannot be written: {error.strerror}",
+            why="generate and extract write there; status, report, export and train can do without",
+            fix="make it writable for this user, or free space on its volume",
+        )
+        return
     yield Finding(
         ok=speed >= _SLOW_BYTES_PER_S or None,
         what=f"{format_size(speed)}/s written and synced there",

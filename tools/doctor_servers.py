@@ -14,13 +14,20 @@ import numpy as np
 from draftmill.builder.extraction.intake import Layers, LengthMismatchError, check_claims
 from draftmill.builder.extraction.staging import Staging
 from draftmill.builder.requests.client import TargetClient
-from draftmill.manifests.errors import ConfigError, RejectedError, RequestError, ServerError
+from draftmill.manifests.errors import (
+    ConfigError,
+    RejectedError,
+    RequestError,
+    ServerError,
+    TransientError,
+)
 from draftmill.tools.findings import Finding, faults
 
 Stage = Literal["generate", "extract"]
 # What more a dataset wants to know of an extraction server, as fields of findings.
 Look = Callable[[TargetClient], Awaitable[list[dict[str, Any]]]]
 _REASONING_TOKENS = 128
+_REQUEST = "draftmill-doctor-"  # how the ids of the probes begin
 _REPLY_S = 120.0
 _FILE_S = 20.0
 _PROBE_TOKENS = 96  # some blocks of a prefix cache
@@ -53,7 +60,7 @@ async def server(url: str, model: str | None, expected: Expected) -> list[Findin
             found.append(Finding(ok=True, what=f"{url} serves {served.id}, {limit} tokens at most"))
             found += _length(limit, expected)
             ids = await client.probe_token_ids()
-            path = await client.prefill(_long(ids), request_id="draftmill-doctor-0")
+            path = await client.prefill(_long(ids), request_id=f"{_REQUEST}0")
         except ServerError as error:
             return [*found, Finding(ok=False, what=str(error), why="no stage can use this server")]
         except RequestError as error:
@@ -190,7 +197,7 @@ async def _extracts(
         for number in (1, 2):  # the second one meets a cache that the first one filled
             await _look(client, staging, path, ids, expected.layers)
             if number == 1:
-                again = await client.prefill(ids, request_id="draftmill-doctor-1")
+                again = await client.prefill(ids, request_id=f"{_REQUEST}1")
                 path = again or path
     except LengthMismatchError as error:
         return [
@@ -211,6 +218,8 @@ async def _extracts(
                 f"{','.join(map(str, expected.layers.layer_ids))} --print",
             )
         ]
+    except ConfigError as error:
+        return [Finding(ok=False, what=str(error), why="extract reads and deletes what is there")]
     except (RequestError, ServerError) as error:
         return [
             Finding(
@@ -242,5 +251,8 @@ async def _look(
         await staging.wait(name, _FILE_S, client.url)
         with staging.open(name) as staged:
             check_claims(staged, np.array(ids, dtype=np.int32), layers)
+    except FileNotFoundError:
+        raise TransientError(f"{name} went away before it was read") from None
     finally:
-        staging.remove(name)
+        if _REQUEST in name:  # a server could name the file of somebody else's request
+            staging.remove(name)

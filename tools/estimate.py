@@ -6,6 +6,7 @@ Reads what is known of the model, the prompts and a running dataset; the arithme
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ CHARACTERS_PER_TOKEN = 4.0
 _MEASURED_S = 300.0
 _AT_MOST = "nothing generated yet: completions are taken to be as long as they may be"
 _BIN_S = 60.0
+_LEAST, _MOST = 1e-6, 1e15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,7 @@ def _shown_by(reader: DatasetReader) -> Known:
     }
     prompt = row["prompt_tokens"]
     if prompt is None and counts["prompts"]["total"]:
-        files = [str(path) for path in sorted(reader.dataset.prompts_dir.glob("*.parquet"))]
+        files = [str(path) for path in reader.dataset.prompt_files().values()]
         query = "SELECT avg(length(conversation)) FROM read_parquet($1)"
         prompt = reader.manifest.rows(query, [files])[0][0] / CHARACTERS_PER_TOKEN
     return Known(
@@ -142,7 +144,7 @@ def _rates(given: tuple[str, ...], hardware: str, measured: Mapping[Stage, Rate]
             speed = float(value.replace(",", "").replace("_", ""))
         except ValueError:
             speed = 0.0
-        if stage not in STAGES or not speed > 0:
+        if stage not in STAGES or not _LEAST <= speed <= _MOST:
             raise UsageError(f"--rate {text}: write STAGE=TOKENS_PER_S, e.g. generate=1600")
         rates[stage] = Rate(tokens_per_s=speed, source="given")
     return rates
@@ -184,16 +186,43 @@ def job_of(known: Known, **more: Any) -> Job:
     )
 
 
-_POSITIVE = click.FloatRange(min=0, min_open=True)
+class _Positive(click.FloatRange):
+    """A number above 0 with which there is something to calculate: not inf, not 1e300."""
+
+    def __init__(self) -> None:
+        super().__init__(min=_LEAST, max=_MOST)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        found = super().convert(value, param, ctx)
+        return found if math.isfinite(found) else self.fail(f"{value} is no number", param, ctx)
+
+    def _describe_range(self) -> str:
+        return "x>0"
+
+
+_POSITIVE = _Positive()
+
+
+class _Count(click.IntRange):
+    """A number from 1 on, within reason."""
+
+    def __init__(self) -> None:
+        super().__init__(1, int(_MOST))
+
+    def _describe_range(self) -> str:
+        return "x>=1"
+
+
+_COUNT = _Count()
 
 
 @click.command("estimate")
 @click.argument("dataset", required=False)
 @click.option("--model", metavar="DIR", help="Folder with the target's config.json.")
-@click.option("--hidden-size", type=click.IntRange(1), help="Width of the residual stream.")
-@click.option("--layers", type=click.IntRange(1), help="Layers stored, the last included: 4.")
+@click.option("--hidden-size", type=_COUNT, help="Width of the residual stream.")
+@click.option("--layers", type=_COUNT, help="Layers stored, the last included: 4.")
 @click.option("--prompts", multiple=True, metavar="FILE", help="Prompts to count, as for `add`.")
-@click.option("--samples", type=click.IntRange(1), help="Number of prompts.")
+@click.option("--samples", type=_COUNT, help="Number of prompts.")
 @click.option("--tokens-per-sample", type=_POSITIVE, help="Prompt and completion, in the mean.")
 @click.option("--completion-tokens", type=_POSITIVE, help="The part of it that is generated.")
 @click.option("--epochs", type=_POSITIVE, help="Passes of the training over the samples.")

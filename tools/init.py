@@ -15,7 +15,7 @@ from draftmill.manifests import config
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import ConfigError, UsageError
 from draftmill.manifests.target import TargetModel, default_target_layer_ids
-from draftmill.tools.settings import LISTS, DatasetSettings, TargetSettings
+from draftmill.tools.settings import LISTS, DatasetSettings, TargetSettings, budget_of
 from draftmill.trainer.settings import TrainSettings
 
 
@@ -143,7 +143,7 @@ def create(
 ) -> Dataset:
     """A new dataset with these settings; None values mean the default."""
     try:
-        sections = {
+        sections: dict[str, Any] = {
             "dataset": DatasetSettings(disk_budget=disk_budget, **(sizes or {})),
             "target": target,
             "generate": GenerateSettings(**_given(generate)),
@@ -153,6 +153,7 @@ def create(
         }
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    budget_of(sections["dataset"], path)
     return Dataset.create(path, config.render(sections, LISTS))
 
 

@@ -54,21 +54,29 @@ def describe(progress: Progress) -> str:
     return ", ".join(parts)
 
 
+def console(*, stderr: bool = False) -> Console:
+    """A console that shows text as it is.
+
+    Names, paths and servers' words may hold square brackets (`[/INST]`), which would be markup.
+    """
+    return Console(stderr=stderr, markup=False, emoji=False)
+
+
 class Display:
     """Shows a stage's progress while it is entered; call it with each Progress."""
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self._console = Console(stderr=True)
+        self._console = console(stderr=True)
         self._bar: RichProgress | None = None
         self._task: TaskID | None = None
         self._line_at = 0.0
         self._last: Progress | None = None
         if self._console.is_terminal:
             self._bar = RichProgress(
-                TextColumn("[bold]{task.description}"),
+                TextColumn("{task.description}", style="bold", markup=False),
                 BarColumn(24),
-                TextColumn("{task.fields[figures]}"),
+                TextColumn("{task.fields[figures]}", markup=False),
                 console=self._console,
             )
 

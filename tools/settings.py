@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from draftmill.builder.budget import check_budget, parse_budget
+from draftmill.builder.budget import check_budget, parse_budget, parse_share
 from draftmill.builder.extraction.settings import ExtractSettings
 from draftmill.builder.generation.settings import GenerateSettings
 from draftmill.builder.serving.command import ServeSettings
@@ -48,7 +49,9 @@ class DatasetSettings:
             raise ValueError(f"max_prompts: at least 1, not {self.max_prompts}")
         if self.disk_budget:
             try:
-                check_budget(parse_budget(self.disk_budget, Path("/")))
+                # What a share comes to is known where the dataset lies: `budget_of` checks it.
+                if parse_share(self.disk_budget) is None:
+                    check_budget(parse_budget(self.disk_budget, Path()))
             except ValueError as error:
                 raise ValueError(f"disk_budget: {error}") from error
 
@@ -131,6 +134,9 @@ def load(dataset: Dataset, /, **overrides: dict[str, Any]) -> Settings:
     _check_names(dataset, sections["sources"])
     for name, values in overrides.items():
         given = {key: value for key, value in values.items() if value is not None}
+        for key, value in given.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"{key}: a finite number, not {value}")
         try:
             sections[name] = replace(sections[name], **given)
         except ValueError as error:
@@ -152,13 +158,24 @@ def _check_names(dataset: Dataset, sources: tuple[SourceSettings, ...]) -> None:
 
 def writer_options(dataset: Dataset, settings: Settings) -> dict[str, Any]:
     """Arguments for `Dataset.writer` that follow from the settings."""
-    budget = settings.dataset.disk_budget
     return {
         "shard_bytes": parse_size(settings.dataset.shard_size),
         "completion_shard_bytes": parse_size(settings.dataset.completion_shard_size),
-        "budget_bytes": parse_budget(budget, dataset.path) if budget else None,
+        "budget_bytes": budget_of(settings.dataset, dataset.path),
         "staging": staging_folder(dataset, settings),
     }
+
+
+def budget_of(settings: DatasetSettings, folder: Path) -> int | None:
+    """Bytes that a dataset in `folder` may take; ConfigError where that is no room for samples."""
+    if not settings.disk_budget:
+        return None
+    try:
+        size = parse_budget(settings.disk_budget, folder)
+        check_budget(size)
+    except ValueError as error:
+        raise ConfigError(f"disk_budget = {settings.disk_budget!r}: {error}") from error
+    return size
 
 
 def staging_folder(dataset: Dataset, settings: Settings) -> Path:

@@ -17,6 +17,9 @@ from draftmill.manifests.layout import Layout
 from draftmill.manifests.published import published
 from draftmill.manifests.sizes import format_size
 
+# So that a line of tab-separated values stays one.
+_ESCAPES = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})
+
 if TYPE_CHECKING:
     import pyarrow as pa
     from rich.table import Table
@@ -139,26 +142,23 @@ def status_command(dataset: str, as_json: bool, watch: bool) -> None:
 
 
 def _watch(dataset: str, *, as_json: bool) -> NoReturn:
-    from rich.console import Console
-
     from draftmill.manifests.dataset import Dataset
     from draftmill.tools import watch
+    from draftmill.tools.render import console
 
-    watch.watch(Dataset.open(dataset), as_json=as_json, console=Console())
+    watch.watch(Dataset.open(dataset), as_json=as_json, console=console())
 
 
 def _show(dataset: str, found: dict[str, Any]) -> None:
-    from rich.console import Console
-
     from draftmill.builder.progress import Progress
-    from draftmill.tools.render import describe
+    from draftmill.tools.render import console, describe
 
-    console = Console()
+    screen = console()
     for table in tables(dataset, found):
-        console.print(table)
+        screen.print(table)
     if running := found.get("running"):
-        line = describe(Progress(**running))
-        console.print(f"{running['stage']} runs in process {found['pid']}: {line}")
+        line = describe(Progress.of(running))
+        screen.print(f"{running['stage']} runs in process {found['pid']}: {line}")
 
 
 @click.command("sql")
@@ -173,9 +173,8 @@ def sql_command(dataset: str, query: str, as_json: bool) -> None:
 
     A table on a terminal; tab-separated lines otherwise.
     """
-    from rich.console import Console
-
     from draftmill.manifests.dataset import Dataset
+    from draftmill.tools.render import console
 
     with Dataset.open(dataset).reader() as reader:
         found = reader.sql(query)
@@ -183,14 +182,18 @@ def sql_command(dataset: str, query: str, as_json: bool) -> None:
         for row in found.to_pylist():
             click.echo(json.dumps(row, default=str))
         return
-    console = Console()
-    if console.is_terminal:
-        console.print(_grid(found))
+    screen = console()
+    if screen.is_terminal:
+        screen.print(_grid(found))
         return
-    # Nothing is cut or wrapped for a file or a pipe.
+    # Nothing is cut or wrapped for a file or a pipe: a row is a line, whatever is in it.
     click.echo("\t".join(found.column_names))
     for row in found.to_pylist():
-        click.echo("\t".join("" if value is None else str(value) for value in row.values()))
+        click.echo("\t".join(_cell(value) for value in row.values()))
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else str(value).translate(_ESCAPES)
 
 
 def _grid(found: pa.Table) -> Table:

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from draftmill.builder.progress import Progress
+from draftmill.manifests import published
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DatasetError
 from draftmill.manifests.sizes import format_size
@@ -70,20 +71,19 @@ def watch(dataset: Dataset, *, as_json: bool, console: Console) -> NoReturn:
 def read(dataset: Dataset) -> dict[str, Any]:
     """What the writer last published."""
     try:
-        found: dict[str, Any] = json.loads(dataset.status_path.read_text())
+        return published.read(dataset)
     except (OSError, ValueError) as error:
         raise DatasetError(
             f"{dataset.status_path} cannot be read ({error}); `draftmill status {dataset.path}` "
             "asks the database instead"
         ) from error
-    return found
 
 
 def alive(found: Mapping[str, Any]) -> bool:
     """Whether the process that published this still runs on this machine."""
     try:
         os.kill(int(found["pid"]), 0)
-    except (ProcessLookupError, KeyError):
+    except (ProcessLookupError, KeyError, OverflowError):
         return False
     except PermissionError:
         return True
@@ -98,7 +98,7 @@ def rate(found: Mapping[str, Any]) -> float:
 def line(found: Mapping[str, Any]) -> str:
     """The same in one line, for a log."""
     if running := found.get("running"):
-        return f"{running['stage']}: {describe(Progress(**running))}"
+        return f"{running['stage']}: {describe(Progress.of(running))}"
     prompts = found["prompts"]
     return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in prompts.items())
 
@@ -110,7 +110,7 @@ def view(
     parts: list[RenderableType] = [_head(name, found, now, alive)]
     parts += [Panel(_prompts(found["prompts"]), title="prompts", title_align="left")]
     if found.get("running"):
-        running = Progress(**found["running"])
+        running = Progress.of(found["running"])
         title = running.stage if alive else f"{running.stage} (ended without saying so)"
         parts.append(Panel(_stage(running, rates, alive), title=title, title_align="left"))
     parts.append(Panel(_disk(found), title="disk", title_align="left"))

@@ -85,6 +85,8 @@ def export(
 
 def _order(output: Path, samples: dict[str, dict[str, Any]]) -> list[str]:
     """Hashes of the samples by row: as the folder has them, then those that are new, by id."""
+    if output.exists() and not output.is_dir():
+        raise DatasetError(f"{output} is no folder. Name a new one.")
     if not output.exists() or not any(output.iterdir()):
         return list(samples)
     try:
@@ -120,7 +122,12 @@ def _arithmetic(
 
 
 def _check_room(output: Path, text: str, need: int, say: Callable[[str], None]) -> None:
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DatasetError(
+            f"{output} cannot be made: {error.strerror}. Name a new folder."
+        ) from error
     volume = os.statvfs(output)
     free = volume.f_bavail * volume.f_frsize
     if need > free:
@@ -132,7 +139,7 @@ def _check_room(output: Path, text: str, need: int, say: Callable[[str], None]) 
 
 
 def _rows(reader: DatasetReader, samples: list[dict[str, Any]]) -> Iterator[form.Row]:
-    paths = sorted(reader.dataset.prompts_dir.glob("*.parquet"))
+    paths = list(reader.dataset.prompt_files().values())
     for start in range(0, len(samples), _PAGE):
         page = samples[start : start + _PAGE]
         texts = queries.conversations(reader.manifest, paths, sorted(each["id"] for each in page))

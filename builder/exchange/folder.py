@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -37,6 +37,11 @@ _SCHEMA = pa.schema(
     ]
 )
 _BATCH = 1000
+_MOST_ID = 2**31 - 1  # token ids are stored as int32
+# What JSON or Arrow of somebody else's making can do to the code that reads it.
+NOT_UNDERSTOOD = (
+    ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
+)  # fmt: skip
 _MAX_HEADER = 1 << 20
 _TYPES = {"BF16": "<u2", "F8_E4M3": "u1", "F32": "<f4", "I64": "<i8", "I32": "<i4"}
 
@@ -131,13 +136,27 @@ class Table:
     def _rows(self, start: int, count: int) -> Iterator[Row]:
         for found in self._table.slice(start, count).to_pylist():
             token_ids, loss_mask = found["input_ids"], found["loss_mask"]
-            if not token_ids or loss_mask is None or len(token_ids) != len(loss_mask):
+            try:
+                note = json.loads(found.get("draftmill") or "{}")
+                row = Row(token_ids=token_ids, loss_mask=loss_mask, note=note)
+                _check_row(row)
+            except NOT_UNDERSTOOD as error:
                 raise SourceFileError(
-                    f"{self._folder}: a row from {start:,} on has {len(token_ids or ())} input_ids "
-                    f"and a loss_mask of {len(loss_mask or ())}"
-                )
-            note = json.loads(found.get("draftmill") or "{}")
-            yield Row(token_ids=token_ids, loss_mask=loss_mask, note=note)
+                    f"{self._folder}: a row from {start:,} on cannot be used: {error}"
+                ) from error
+            yield row
+
+
+def _check_row(row: Row) -> None:
+    """Raises ValueError or TypeError for what only looks like a row."""
+    counts = len(row.token_ids or ()), len(row.loss_mask or ())
+    if not counts[0] or counts[0] != counts[1]:
+        raise ValueError(f"it has {counts[0]} input_ids and a loss_mask of {counts[1]}")
+    if not isinstance(row.note, dict):
+        raise ValueError("its column `draftmill` is no object")
+    for name, values in (("input_ids", row.token_ids), ("loss_mask", row.loss_mask)):
+        if min(values) < 0 or max(values) > _MOST_ID or not isinstance(values[0], (int, bool)):
+            raise ValueError(f"{name} holds what is no token id")
 
 
 def _mapped(path: Path) -> pa.Table:
@@ -190,7 +209,7 @@ def digest_of(path: Path, *, fp8: bool) -> str | None:
         if path.stat().st_size != start + end or kind != ("F8_E4M3" if fp8 else "BF16"):
             return None
         return str(header["__metadata__"]["draftmill"])
-    except (OSError, DamagedError, KeyError, TypeError, IndexError, ValueError):
+    except (OSError, DamagedError, *NOT_UNDERSTOOD):
         return None
 
 
@@ -207,19 +226,25 @@ def read_states(path: Path) -> tuple[StatesTLH, NDArray[np.int64]]:
         }
         dtype = header["hidden_states"]["dtype"]
         states, token_ids = arrays["hidden_states"], arrays["token_ids"].astype(np.int64)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except NOT_UNDERSTOOD as error:
         raise DamagedError(f"{path}: not a file of hidden states: {error!r}") from error
     if dtype == "F8_E4M3":
         if "hidden_states_scales" not in arrays:
             raise RejectedError("fp8 states without hidden_states_scales")
-        return from_fp8(states, arrays["hidden_states_scales"]), token_ids
+        scales = arrays["hidden_states_scales"]
+        if states.ndim != 3 or scales.shape != (len(states), 1, 1):
+            raise RejectedError(
+                f"fp8 states {list(states.shape)} with scales {list(scales.shape)}, which must be "
+                "one for each token"
+            )
+        return from_fp8(states, scales), token_ids
     if dtype != "BF16":
         raise RejectedError(f"the states are {dtype}, not BF16")
     return states, token_ids
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    with path.open("rb") as file:
+    with _opened(path) as file:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or not 2 <= length <= _MAX_HEADER:
@@ -231,6 +256,18 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     if not isinstance(header, dict):
         raise DamagedError(f"{path}: its header is no object")
     return header, 8 + length
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A regular file; FileNotFoundError if there is nothing, DamagedError for anything else."""
+    try:
+        if path.exists() and not path.is_file():
+            raise DamagedError(f"{path}: not a file")
+        return path.open("rb")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DamagedError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _array(path: Path, entry: Mapping[str, Any], start: int) -> NDArray[Any]:

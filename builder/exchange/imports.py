@@ -20,7 +20,7 @@ from draftmill.builder.exchange import folder as form
 from draftmill.builder.extraction.intake import Layers
 from draftmill.builder.extraction.validate import check_shape, check_states, check_token_ids
 from draftmill.manifests.codec import encode_states
-from draftmill.manifests.errors import BudgetError, DamagedError, RejectedError
+from draftmill.manifests.errors import BudgetError, DamagedError, RejectedError, SourceFileError
 from draftmill.manifests.sizes import format_size
 from draftmill.manifests.types import (
     Attempt,
@@ -29,12 +29,15 @@ from draftmill.manifests.types import (
     Prompt,
     Result,
     StatesPayload,
+    StatesTLH,
 )
 from draftmill.manifests.writer import DatasetWriter
 
 _ROWS = 64
 _BYTES = 256 << 20
 _PAGE = 512
+# Of a row that draftmill exported.
+_OURS = {"hash", "conversation", "source", "conversation_id", "off_policy"}
 
 
 @dataclass(kw_only=True)
@@ -109,7 +112,14 @@ def import_folder(
 
 
 def _sample_of(row: int, found: form.Row, source: str) -> _Sample | None:
-    """None if nothing in the row is supervised."""
+    """None if nothing in the row is supervised; SourceFileError if its note is not one of ours."""
+    try:
+        return _read_row(row, found, source)
+    except form.NOT_UNDERSTOOD as error:
+        raise SourceFileError(f"row {row:,} of the table cannot be used: {error}") from error
+
+
+def _read_row(row: int, found: form.Row, source: str) -> _Sample | None:
     mask = np.asarray(found.loss_mask, bool)
     if not mask.any():
         return None
@@ -122,8 +132,8 @@ def _sample_of(row: int, found: form.Row, source: str) -> _Sample | None:
     completion = Completion(
         prompt_token_ids=ids[:start],
         completion_token_ids=np.concatenate([ids[start:end], cut]),
-        content=note.get("content"),
-        reasoning=note.get("reasoning"),
+        content=_text(note, "content"),
+        reasoning=_text(note, "reasoning"),
         finish_reason=str(note.get("finish_reason") or "stop"),
         extra={"imported_from": source},
     )
@@ -136,9 +146,16 @@ def _sample_of(row: int, found: form.Row, source: str) -> _Sample | None:
     )
 
 
+def _text(note: dict[str, Any], key: str) -> str | None:
+    found = note.get(key)
+    if found is not None and not isinstance(found, str):
+        raise TypeError(f"{key} is {type(found).__name__}, not text")
+    return found
+
+
 def _prompt(row: int, found: form.Row, source: str) -> Prompt:
     note = found.note
-    if "conversation" in note:
+    if note.keys() >= _OURS:
         return Prompt(
             hash=str(note["hash"]),
             conversation=str(note["conversation"]),
@@ -266,7 +283,7 @@ class _Import:
         return StatesPayload(
             codec=self.codec,
             shape=(num_tokens, len(layers.layer_ids), layers.hidden_size),
-            blocks=encode_states(states_TLH, self.codec),
+            blocks=_encoded(states_TLH, self.codec),
             digest=generated.digest,
             target_layer_ids=layers.layer_ids,
         )
@@ -300,6 +317,13 @@ class _Import:
     def _sample(self, digest: str) -> _Sample | None:
         row = self.rows.get(digest)
         return None if row is None else _sample_of(row, self.table[row], self.source)
+
+
+def _encoded(states_TLH: StatesTLH, codec: str) -> list[memoryview]:
+    try:
+        return encode_states(states_TLH, codec)
+    except ValueError as error:
+        raise RejectedError(f"{codec} cannot hold these states: {error}") from error
 
 
 def _same(generated: GeneratedSample, sample: _Sample) -> bool:

@@ -8,20 +8,31 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
+from draftmill.builder.budget import Budget
+from draftmill.builder.progress import Progress
+from draftmill.builder.publish import Publisher, PublishingWriter
 from draftmill.manifests.codec import decode_block, is_lossless
 from draftmill.manifests.codec_error import ErrorSums, error_sums
 from draftmill.manifests.errors import ConfigError
 from draftmill.manifests.target import TargetModel
-from draftmill.manifests.types import StatesTLH
+from draftmill.manifests.types import Result, StatesTLH
 
 EVERY_SAMPLES = 256
 # Each reads the whole lm_head once: enough for a mean, little beside a sample's own work.
 KL_TOKENS = 16
 
 log = logging.getLogger(__name__)
+
+
+class Keeper(PublishingWriter, Protocol):
+    """The part of a dataset writer that keeps what was measured."""
+
+    def add_codec_error(self, codec: str, found: ErrorSums) -> None: ...
 
 
 class Precision:
@@ -72,3 +83,20 @@ class Precision:
         with self._lock:
             found, self._sums = self._sums, None
         return found
+
+
+class MeasuringPublisher(Publisher):
+    """Also keeps what was measured of a lossy codec since the last commit."""
+
+    def __init__(
+        self, writer: Keeper, progress: Progress, budget: Budget, precision: Precision
+    ) -> None:
+        super().__init__(writer, progress, lambda: budget.used_bytes)
+        self._keeper = writer
+        self._precision = precision
+
+    def commit(self, results: Sequence[Result], /) -> None:
+        """Make results durable, then the measurements."""
+        super().commit(results)
+        if (found := self._precision.take()) is not None:
+            self._keeper.add_codec_error(self._precision.codec, found)

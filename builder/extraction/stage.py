@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -21,14 +21,13 @@ from draftmill.builder.extraction.canary import Canary
 from draftmill.builder.extraction.held_back import BAD, HeldBack
 from draftmill.builder.extraction.intake import Layers
 from draftmill.builder.extraction.leftovers import Leftovers
-from draftmill.builder.extraction.precision import Precision
+from draftmill.builder.extraction.precision import MeasuringPublisher, Precision
 from draftmill.builder.extraction.sample import SampleRunner
 from draftmill.builder.extraction.servers import ExtractServers
 from draftmill.builder.extraction.settings import ExtractSettings
 from draftmill.builder.extraction.staging import Staging
 from draftmill.builder.extraction.watch import CanaryWatch
 from draftmill.builder.progress import OnProgress, Progress, RateMeter, StageReport
-from draftmill.builder.publish import Publisher
 from draftmill.builder.requests.client import TargetClient
 from draftmill.builder.stop import StopSignals, stoppable
 from draftmill.manifests.codec_error import ErrorSums
@@ -107,7 +106,7 @@ class _Stage:
         self._on_progress = on_progress
         self._precision = precision
         self._progress = Progress(stage="extract", budget_bytes=budget.limit_bytes)
-        publisher = _MeasuringPublisher(writer, self._progress, budget, precision)
+        publisher = MeasuringPublisher(writer, self._progress, budget, precision)
         self._committer = Committer(publisher, on_committed=self._committed, on_failed=self._failed)
         self._jobs: set[asyncio.Task[None]] = set()
         self._halted = asyncio.Event()
@@ -185,8 +184,8 @@ class _Stage:
             await self._committer.call(self._writer.check_fingerprint, "extract", settings)
             self._progress.total = await self._committer.call(self._writer.count, "generated")
             background = [
-                asyncio.create_task(runner.leftovers.watch()),
-                asyncio.create_task(self._tell()),
+                asyncio.create_task(self._guarded(runner.leftovers.watch())),
+                asyncio.create_task(self._guarded(self._tell())),
             ]
             try:
                 await self._work(runner, signals)
@@ -259,6 +258,13 @@ class _Stage:
         finally:
             slots.release()
 
+    async def _guarded(self, background: Awaitable[None]) -> None:
+        """What ends unseen would leave a night without its sweeps."""
+        try:
+            await background
+        except Exception as error:
+            self._failed(error)
+
     # -- results ---------------------------------------------------------------------------------
 
     async def _deliver(
@@ -330,20 +336,3 @@ class _Stage:
         while True:
             await asyncio.sleep(SHOW_S)
             self._show()
-
-
-class _MeasuringPublisher(Publisher):
-    """Also keeps what was measured of a lossy codec since the last commit."""
-
-    def __init__(
-        self, writer: ExtractWriter, progress: Progress, budget: Budget, precision: Precision
-    ) -> None:
-        super().__init__(writer, progress, lambda: budget.used_bytes)
-        self._extract_writer = writer
-        self._precision = precision
-
-    def commit(self, results: Sequence[Result], /) -> None:
-        """Make results durable, then the measurements."""
-        super().commit(results)
-        if (found := self._precision.take()) is not None:
-            self._extract_writer.add_codec_error(self._precision.codec, found)

@@ -39,6 +39,9 @@ NO_FILE_S = 10.0
 # A lock that was made and not yet taken looks like one that was released: look again.
 _SECOND_LOOK_S = 0.05
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# What JSON of somebody else's making can do to the code that reads it.
+_NOT_UNDERSTOOD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
+                   ValueError)  # fmt: skip
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I64": 8, "I32": 4}
 
 
@@ -136,7 +139,11 @@ class Staging:
         """The base name of a path that a server sent; RejectedError if it is no name to use."""
         name = path.rpartition("/")[2]
         stem = name.removesuffix(_SUFFIX)
-        if stem == name or not stem.strip(".") or "\0" in name or len(os.fsencode(name)) > 240:
+        try:
+            length = len(name.encode())
+        except UnicodeEncodeError:  # half of a character, which JSON can hold and no name can
+            length = 0
+        if stem == name or not stem.strip(".") or "\0" in name or not 0 < length <= 240:
             raise RejectedError(f"the server names {path[:200]!r}, which is no hidden-states file")
         return name
 
@@ -167,7 +174,11 @@ class Staging:
             delay_s = min(2 * delay_s, _LAST_LOOK_S)
 
     def open(self, name: str) -> StagedFile:
-        """Open a file that is there; links and what is no regular file are refused."""
+        """Open a file that is there; links and what is no regular file are refused.
+
+        Raises FileNotFoundError, RejectedError, TransientError kinds; ConfigError where this
+        process may not read it.
+        """
         fd = self._open(name)
         try:
             return StagedFile(fd, name)
@@ -176,12 +187,14 @@ class Staging:
             raise
 
     def remove(self, name: str) -> None:
-        """Delete a staged file and what stands beside it."""
+        """Delete a staged file and what stands beside it; folders of that name are left."""
         for companion in _COMPANIONS:
             try:
                 os.unlink(name + companion, dir_fd=self._fd)
-            except FileNotFoundError:
+            except (FileNotFoundError, IsADirectoryError):
                 continue
+            except OSError as error:
+                raise self._refused(name + companion, "deleted", error) from error
 
     def sweep(self, live: Container[str], *, max_age_s: float) -> tuple[set[str], set[str]]:
         """Delete this dataset's files whose request id is not `live`; (ids deleted, ids left).
@@ -223,11 +236,25 @@ class Staging:
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise RejectedError(f"{name} is a link, which no server of ours writes") from error
-            raise
+            if isinstance(error, FileNotFoundError):
+                raise
+            if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, a device
+                raise RejectedError(f"{name} is not a regular file") from error
+            raise self._refused(name, "read", error) from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise RejectedError(f"{name} is not a regular file")
         return fd
+
+    def _refused(self, name: str, verb: str, error: OSError) -> Exception:
+        """What to say of a file that the system does not let us use."""
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return TransientError(f"{self.folder / name} cannot be {verb}: {error.strerror}")
+        return ConfigError(
+            f"staging: {self.folder / name} cannot be {verb} ({error.strerror}). The extraction "
+            "server and draftmill must run as the same user, or as users who may read and delete "
+            "each other's files there."
+        )
 
     def _is_locked(self, name: str) -> bool | None:
         """Whether the server holds the file's lock; None without a lock file."""
@@ -284,7 +311,7 @@ def _read_header(
         metadata = header.pop("__metadata__", {})
         tensors = {key: _tensor(header[key]) for key in ("hidden_states", "token_ids")}
         end = max(int(each["data_offsets"][1]) for each in header.values())
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+    except _NOT_UNDERSTOOD as error:
         raise GarbledReplyError(f"{name} has no header that can be understood: {error!r}") from None
     start = 8 + length
     if size < start + end:
@@ -311,5 +338,5 @@ def _tensor(entry: dict[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
 def _layer_ids(metadata: dict[str, Any]) -> tuple[int, ...] | None:
     try:
         return tuple(int(each) for each in json.loads(metadata["target_layer_ids"]))
-    except (KeyError, TypeError, ValueError):
+    except _NOT_UNDERSTOOD:
         return None

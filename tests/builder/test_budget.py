@@ -106,9 +106,7 @@ def test_nothing_in_flight_can_free_it(tmp_path: Path) -> None:
     budget.limit_bytes, budget.staging_limit_bytes = None, 5000
     with pytest.raises(BudgetError, match="are left for staging"):
         asyncio.run(budget.reserve("a", stored_bytes=1, staged_bytes=6000))
-    lack = (
-        r"the disk has .* left, needed are up to 1.15e\+03 PB for the next sample \+ 1 KB for the"
-    )
+    lack = r"the disk has .* left, needed are up to 1,153 PB for the next sample \+ 1 KB for the"
     with pytest.raises(BudgetError, match=lack):
         asyncio.run(budget.reserve("a", stored_bytes=1 << 60))
 

@@ -95,7 +95,7 @@ def test_a_run_keeps_it_and_the_next_run_adds(
 
     async def go(**settings: Any) -> None:
         async with TargetServer(staging=str(staging)) as server:
-            await run(dataset, server.url, staging, target=target, **settings)
+            await run(dataset, server.url, staging, target=target, canary=False, **settings)
 
     def measured() -> dict[str, Any]:
         with Dataset.open(dataset.path).reader() as reader:

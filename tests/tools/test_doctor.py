@@ -222,3 +222,28 @@ def test_a_person_reads_what_why_and_how(dataset: Path, capsys: pytest.CaptureFi
     assert ended.value.code == 1
     assert "FAULT no server answers" in out
     assert "     why: no stage can use this server" in out
+
+
+def test_a_dataset_that_cannot_be_written(run: Doctor, dataset: Path) -> None:
+    (dataset / ".doctor.tmp").mkdir()
+    fault = the_fault(run(dataset), "cannot be written")
+    assert fault.fix
+
+
+def test_the_file_of_somebody_else_is_left_alone(run: Doctor, dataset: Path) -> None:
+    """A server can name any file of the staging folder; doctor deletes only its own."""
+    theirs = dataset / "staging" / "draftmill-0123456789-aaaaaaaa-1-1x.safetensors"
+    theirs.write_bytes(b"theirs")
+
+    class Liar(TargetServer):
+        async def _completions(self, request: web.Request) -> web.Response:
+            reply = await super()._completions(request)
+            body = json.loads(reply.body)
+            if "kv_transfer_params" in body:
+                body["kv_transfer_params"]["hidden_states_path"] = str(theirs)
+            return web.json_response(body)
+
+    with served(Liar(staging=str(dataset / "staging"))) as server:
+        findings = run(dataset, "--url", server.url, "--for", "extract")
+    assert [each for each in findings if each.ok is False]
+    assert theirs.read_bytes() == b"theirs"

@@ -92,7 +92,7 @@ def test_it_does_not_touch_the_database(tmp_path: Path) -> None:
 
 
 def command(dataset: Dataset, *words: str) -> list[str]:
-    program = [sys.executable, "-m", "draftmill.tools.cli"]
+    program = [sys.executable, "-m", "draftmill.tools"]
     return [*program, "status", str(dataset.path), "--watch", *words]
 
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from draftmill.manifests.sizes import parse_size
 from draftmill.tools.bench.experiments.command import on_policy_command, precision_command
-from draftmill.tools.render import say
+from draftmill.tools.render import console, say
 
 Figures = Sequence[Mapping[str, Any]]  # name, value, unit, baseline, ratio
 
@@ -206,7 +205,7 @@ def show(found: Figures, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
-        Console().print(_table(found))
+        console().print(_table(found))
 
 
 def _table(found: Figures) -> Table:

@@ -14,7 +14,7 @@ from rich.table import Table
 from draftmill.manifests import files
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import UsageError
-from draftmill.tools.render import say
+from draftmill.tools.render import console, say
 from draftmill.tools.report.document import document
 from draftmill.tools.report.gather import gather
 from draftmill.tools.report.sections import sections, snapshot_note
@@ -34,14 +34,14 @@ def read(path: str) -> dict[str, Any]:
     return document(facts, status, dataset=path, now=time.time(), snapshot=snapshot)
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(found: dict[str, Any], screen: Console) -> None:
     """The report as tables, for a person at a terminal."""
     if note := snapshot_note(found):
-        console.print(note, style="yellow")
+        screen.print(note, style="yellow")
     for part in sections(found):
-        console.print()
-        console.rule(part.title, align="left", style="dim")
-        console.print(part.text, highlight=False)
+        screen.print()
+        screen.rule(part.title, align="left", style="dim")
+        screen.print(part.text, highlight=False)
         for grid in part.grids:
             if not grid.rows:
                 continue
@@ -51,9 +51,19 @@ def show(found: dict[str, Any], console: Console) -> None:
                 table.add_column(name, justify="left" if left else "right", overflow="fold")
             for row in grid.rows:
                 table.add_row(*row)
-            console.print()
-            console.print(grid.title, style="bold")
-            console.print(table)
+            screen.print()
+            screen.print(grid.title, style="bold")
+            screen.print(table)
+
+
+def _write(path: Path, text: str) -> None:
+    """Into a file, whole or not at all; straight into what is there and no file, like a pipe."""
+    # A dataset's names are bytes, and not all bytes are text.
+    data = text.encode(errors="replace")
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+    else:
+        files.write_atomic(path, data, "report")
 
 
 @click.command("report")
@@ -79,9 +89,9 @@ def report_command(dataset: str, html: str | None, as_json: bool) -> None:
         from draftmill.tools.report.page import page
 
         try:
-            files.write_atomic(Path(html), page(found), "report")
-        except OSError as error:
-            raise UsageError(f"--html {html}: {error.strerror}") from error
+            _write(Path(html), page(found))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--html {html!r}: {error}") from error
         say(f"{html} written")
     if not as_json and html is None:
-        show(found, Console())
+        show(found, console())

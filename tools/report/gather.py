@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draftmill.manifests.files import numbered
 from draftmill.manifests.manifest import Manifest
 
 Rows = list[dict[str, Any]]
@@ -89,7 +90,7 @@ class _Asker:
 
 def _groups(manifest: Manifest, prompts: Path) -> Rows:
     """Lengths by what became of the row; prompt characters only where prompt files are at hand."""
-    files = [str(path) for path in sorted(prompts.glob("*.parquet"))]
+    files = [str(path) for path in numbered(prompts, ".parquet").values()]
     source = "read_parquet($1)" if files else "(SELECT 0::BIGINT AS id, '' AS conversation)"
     rows: Rows = manifest.table(
         _GROUPS.format(group=_GROUP, prompts=source), [files] if files else []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ INK, MUTED, GRID, ACCENT, DEEP = "#010101", "#020202", "#030303", "#040404", "#0
 _VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", ACCENT: "accent", DEEP: "deep"}
 _WIDTH, _HEIGHT = 6.4, 2.7
 _LABELLED_SERVERS = 4
+_LABEL_CHARACTERS = 32
 # Of the width of a drawing; text is set by the browser, so its width is only about this.
 _KEY_GAP, _KEY_CHARACTER = 0.035, 0.0125
 
@@ -50,7 +52,9 @@ def chart(name: str, found: Document) -> str:
         "axes.spines.right": False,
         "axes.spines.left": False,
     }
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(style), warnings.catch_warnings():
+        # The browser sets the text, with its own fonts.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
         axes = figure.add_subplot()
         axes.tick_params(length=0)
@@ -208,7 +212,7 @@ def _control(axes: Axes, found: Document) -> None:
         limits = [row["limit"] for row in own]
         axes.step(times, limits, where="post", color=colour, linewidth=1.4 if few else 0.8)
     if len(servers) <= _LABELLED_SERVERS:
-        short = [re.sub("^https?://", "", server) for server in servers]
+        short = [_label(re.sub("^https?://", "", server)) for server in servers]
         _keys(axes, list(zip(short, colours, strict=False)))
     axes.set_ylim(bottom=0)
     _time_axis(axes)
@@ -222,10 +226,10 @@ def _bars(
     accent: set[str],
 ) -> None:
     """Horizontal bars from the top down, each with its value at its end."""
-    names = [name for name, _ in rows]
+    names = [_label(name) for name, _ in rows]
     values = [value for _, value in rows]
     places = range(len(rows))
-    axes.barh(places, values, 0.62, color=[ACCENT if n in accent else MUTED for n in names])
+    axes.barh(places, values, 0.62, color=[ACCENT if n in accent else MUTED for n, _ in rows])
     for place, value in enumerate(values):
         axes.annotate(label(value), (value, place), (4, 0), textcoords="offset points",
                       va="center")  # fmt: skip
@@ -234,6 +238,12 @@ def _bars(
     axes.set_xticks([])
     axes.set_xlim(0, max([*values, 1e-9]) * 1.18)
     axes.spines["bottom"].set_visible(False)
+
+
+def _label(name: str) -> str:
+    """A name as it can stand beside a drawing: one short line; tables have it whole."""
+    clean = "".join(each if each.isprintable() else " " for each in name)
+    return clean if len(clean) <= _LABEL_CHARACTERS else clean[: _LABEL_CHARACTERS - 1] + "…"
 
 
 def _length_axis(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:

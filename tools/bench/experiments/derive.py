@@ -123,7 +123,7 @@ def _by_hash(reader: DatasetReader, wanted: Sequence[Wanted]) -> dict[str, _Sour
 
 def _prompts(source: Dataset, hashes: set[str]) -> Iterator[Prompt]:
     """The prompts with these hashes, as they were added to the source."""
-    for path in sorted(source.prompts_dir.glob("*.parquet")):
+    for path in source.prompt_files().values():
         for row in pq.read_table(path).to_pylist():
             if row["hash"] in hashes:
                 yield Prompt(**{name: row[name] for name in _COLUMNS & row.keys()})
