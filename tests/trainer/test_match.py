@@ -102,6 +102,31 @@ def test_a_foreign_tokenizer_is_refused(own: Path, target: TargetModel, tmp_path
     check(own, replace(target, folder=folders["y"]))
 
 
+def test_a_last_completion_without_text_hides_nothing(target: TargetModel, tmp_path: Path) -> None:
+    """An answer may be all reasoning, or a call of a tool: the others still tell."""
+    folder = Path(shutil.copytree(target.folder, tmp_path / "y"))
+    save_tokenizer(folder, "y")
+    samples = tiny.random_samples(5)
+    for silent in range(5):
+        path = tmp_path / f"d{silent}"
+        some = [*samples]
+        some[silent] = replace(some[silent], text=None)
+        tiny.build_dataset(path, some)
+        with pytest.raises(DatasetError, match="reads the dataset's completions otherwise"):
+            check(path, replace(target, folder=folder))
+    tiny.build_dataset(tmp_path / "d", [replace(each, text=None) for each in samples])
+    check(tmp_path / "d", replace(target, folder=folder))
+
+
+def test_a_tokenizer_that_cannot_be_read_is_not_asked(
+    own: Path, target: TargetModel, tmp_path: Path
+) -> None:
+    for number, text in enumerate(("", "{", "[]", "{}", '{"model": 3}')):
+        folder = Path(shutil.copytree(target.folder, tmp_path / str(number)))
+        (folder / "tokenizer.json").write_text(text)
+        check(own, replace(target, folder=folder))
+
+
 def test_training_refuses_and_leaves_no_run(own: Path, target: TargetModel, tmp_path: Path) -> None:
     made_with(own, "generate", model="org/another")
     output = tmp_path / "run"
