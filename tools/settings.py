@@ -132,6 +132,8 @@ def load(dataset: Dataset, /, **overrides: dict[str, Any]) -> Settings:
     for name, values in overrides.items():
         given = {key: value for key, value in values.items() if value is not None}
         try:
+            for key, value in given.items():
+                config.check_number(key, value)
             sections[name] = replace(sections[name], **given)
         except ValueError as error:
             raise UsageError(str(error)) from error
