@@ -201,7 +201,7 @@ def _check_file(path: Path, kind: Kind) -> None:
     if head.startswith(b"["):
         raise SourceFileError(
             f"{path}: one JSON array, not one object per line. Convert it with "
-            f"`jq -c '.[]' {path.name} > {path.stem}.jsonl`."
+            f"`jq -c '.[]' {path.name} > {path.stem}-lines.jsonl`."
         )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.errors import ConfigError, DatasetError, UsageError
+from draftmill.manifests.errors import ConfigError, DamagedError, DatasetError, UsageError
 from draftmill.manifests.target import TargetModel
 from draftmill.tools.init import create, target_settings
 from draftmill.tools.settings import load
@@ -139,6 +139,23 @@ def test_training_refuses_and_leaves_no_run(own: Path, target: TargetModel, tmp_
             output=output,
         )
     assert not (output / "run.json").exists()
+    assert not (output / "plan.parquet").exists()
+
+
+def test_checkpoints_without_their_plan_do_not_go_on(
+    own: Path, target: TargetModel, tmp_path: Path
+) -> None:
+    """A new plan would have other samples, and the place in the old one would mean nothing."""
+    output = tmp_path / "run"
+    (output / "checkpoints" / "step-000003").mkdir(parents=True)
+    with pytest.raises(DamagedError, match=r"plan\.parquet is gone"):
+        train(
+            own,
+            TrainSettings(max_seq_len=60),
+            target=target,
+            target_layer_ids=tiny.LAYER_IDS,
+            output=output,
+        )
     assert not (output / "plan.parquet").exists()
 
 
