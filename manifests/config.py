@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
-import sys
 import tomllib
 import types
 import typing
@@ -189,15 +189,25 @@ def _coerce(value: Any, hint: Any) -> Any:
         return value
     if hint is Any:
         return value
-    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        # nan passes every comparison, and nothing waits or weighs inf
-        if not abs(value) <= sys.float_info.max:
-            raise TypeError("a finite number")
+    if type(value) in (int, float) and not _fits(value):
+        raise TypeError("a number of ordinary size")
+    if hint is float and type(value) is int:
         return float(value)
     names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
     if isinstance(value, hint) and isinstance(value, bool) == (hint is bool):
         return value
     raise TypeError(names.get(hint, str(hint)))
+
+
+def _fits(value: float) -> bool:
+    """Neither NaN nor infinite nor more than 63 bits: nothing here is meant to be so large."""
+    return math.isfinite(value) if isinstance(value, float) else abs(value) < 1 << 63
+
+
+def check_number(key: str, value: Any) -> None:
+    """Raise ValueError for a number from the command line that no setting can have."""
+    if type(value) in (int, float) and not _fits(value):
+        raise ValueError(f"{key}: must be a number of ordinary size, not {value}")
 
 
 def _suggestion(name: str, known: Mapping[str, Any]) -> str:

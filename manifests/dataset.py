@@ -33,6 +33,7 @@ class Dataset(Layout):
     def create(cls, path: str | Path, config_text: str) -> Dataset:
         """Make a new dataset folder; refuses one that holds something else."""
         dataset = cls(path)
+        dataset._check_name()
         if dataset.config_path.exists():
             raise DatasetError(f"{path} is a dataset already. Edit {dataset.config_path} instead.")
         if dataset.path.exists() and not dataset.path.is_dir():
@@ -54,9 +55,18 @@ class Dataset(Layout):
     def open(cls, path: str | Path) -> Dataset:
         """An existing dataset; raises DatasetError for anything else."""
         dataset = cls(path)
+        dataset._check_name()
         if not dataset.config_path.is_file():
             raise dataset._not_open()
         return dataset
+
+    def _check_name(self) -> None:
+        try:
+            str(self.path).encode()
+        except UnicodeEncodeError as error:
+            raise DatasetError(
+                f"{str(self.path)!r}: the name is not UTF-8, as the database wants it. Rename it."
+            ) from error
 
     def _not_open(self) -> DatasetError:
         if not self.path.is_dir():

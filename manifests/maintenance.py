@@ -79,7 +79,9 @@ def matching(manifest: Manifest, chosen: RowFilter) -> tuple[list[Match], int]:
         "  list_contains($1, state::VARCHAR) OR ($2 AND ("
         "    finish_reason = 'length' AND state IN ('generated', 'extracted') OR "
         "    state = 'rejected' AND error_class = 'truncated'))) "
-        "AND ($3 IS NULL OR stage = $3) AND ($8 IS NULL OR source = $8) "
+        # a completion that was cut is the generate stage's, wherever its row is by now
+        "AND ($3 IS NULL OR $3 = if(state IN ('generated', 'extracted'), 'generate', stage)) "
+        "AND ($8 IS NULL OR source = $8) "
         "AND ($9 IS NULL OR error_class = $9) ORDER BY s.id",
         [list(chosen.states), chosen.truncated, chosen.stage]
         + [*lengths, chosen.source, chosen.error_class],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -9,6 +10,10 @@ import sys
 
 def main() -> None:
     """Entry point of the console script; always ends the process with a documented exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # a name that the terminal cannot show must not end a command that has done its work
+            stream.reconfigure(errors="backslashreplace")
     try:
         from draftmill.tools import cli
 

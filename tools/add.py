@@ -87,7 +87,10 @@ def add_command(
     opened = Dataset.open(dataset)
     settings = load(opened)
     if sources:
-        chosen = [SourceSettings(path=each, limit=limit, **given) for each in sources]  # type: ignore[arg-type]
+        try:
+            chosen = [SourceSettings(path=each, limit=limit, **given) for each in sources]  # type: ignore[arg-type]
+        except ValueError as error:
+            raise UsageError(str(error)) from error
         folder, total = Path(), None
     else:
         if given:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import click
 
 from draftmill.builder.requests.api_key import redacted
-from draftmill.manifests.errors import DraftmillError
+from draftmill.manifests.errors import BudgetError, DraftmillError
+from draftmill.manifests.files import DISK_FULL
 
 # command → module of tools that defines it, in the order of the work
 COMMANDS = {
@@ -124,16 +125,26 @@ def run(arguments: Sequence[str]) -> int:
         _trace(debug)
         click.echo(f"draftmill: {error}", err=True)
         return error.exit_code
+    except OSError as error:
+        _trace(debug)
+        if error.filename is None:  # not about a place of the person's
+            return _unexpected(error)
+        click.echo(f"draftmill: {error.filename}: {error.strerror}", err=True)
+        return BudgetError.exit_code if error.errno in DISK_FULL else 1
     except Exception as error:
         if str(error) == "Query interrupted":  # what DuckDB makes of a KeyboardInterrupt
             raise KeyboardInterrupt from error
         _trace(debug)
-        click.echo(
-            f"draftmill: unexpected {type(error).__name__}: {redacted(str(error))}\n"
-            "This is a fault in draftmill; run again with `draftmill --debug …` for a traceback.",
-            err=True,
-        )
-        return 1
+        return _unexpected(error)
+
+
+def _unexpected(error: Exception) -> int:
+    click.echo(
+        f"draftmill: unexpected {type(error).__name__}: {redacted(str(error))}\n"
+        "This is a fault in draftmill; run again with `draftmill --debug …` for a traceback.",
+        err=True,
+    )
+    return 1
 
 
 def _trace(debug: bool) -> None:

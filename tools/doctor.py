@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import os
-import resource
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +15,7 @@ import click
 import psutil
 
 from draftmill.builder.extraction.intake import Layers
+from draftmill.builder.requests.open_files import allow_many
 from draftmill.manifests import files
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.sizes import format_size
@@ -62,7 +62,7 @@ def versions() -> Iterator[Finding]:
 
 def machine() -> Iterator[Finding]:
     """Limits of this process."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = allow_many()
     if soft < _FEW_FILES:
         yield Finding(
             ok=False,

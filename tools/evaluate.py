@@ -25,6 +25,8 @@ from draftmill.tools.measure import (
 )
 from draftmill.tools.render import say
 
+_COUNT = click.IntRange(1, 1 << 20)
+
 
 @click.command("eval")
 @click.argument("draft")
@@ -40,10 +42,25 @@ from draftmill.tools.render import say
 @click.option("--url", help="A server that runs target and draft already; else one is started.")
 @click.option("--baseline-url", help="A server that runs the target alone, beside --url.")
 @click.option("--name", help="The target's name on the server.")
-@click.option("--max-tokens", default=256, show_default=True, help="Longest completion.")
-@click.option("--concurrency", default=8, show_default=True, help="Requests at once.")
-@click.option("--temperature", default=0.0, show_default=True, help="Sampling; 0 is greedy.")
-@click.option("--k", "spec_tokens", default=SPEC_TOKENS, show_default=True, help="Draft tokens.")
+@click.option(
+    "--max-tokens", type=_COUNT, default=256, show_default=True, help="Longest completion."
+)
+@click.option("--concurrency", type=_COUNT, default=8, show_default=True, help="Requests at once.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Sampling; 0 is greedy.",
+)
+@click.option(
+    "--k",
+    "spec_tokens",
+    type=_COUNT,
+    default=SPEC_TOKENS,
+    show_default=True,
+    help="Draft tokens.",
+)
 @click.option("--baseline", is_flag=True, help="Also measure the target without a draft.")
 @click.option("--server-args", default="", help="More arguments for the server.")
 @click.option("--plot", metavar="FILE", help="Write a plot (PNG) there.")

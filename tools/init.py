@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def target_settings(
         layer_ids = default_target_layer_ids(num_layers)
     try:
         return TargetSettings(
-            model=name or (folder.name if Path(target).is_dir() else target),
+            model=name or (Path(os.path.abspath(target)).name if Path(target).is_dir() else target),
             # A folder with only the config gives facts, but no server can load it.
             path=str(folder.resolve()) if any(folder.glob("*.safetensors")) else "",
             hidden_size=hidden_size or 0,
@@ -158,4 +159,7 @@ def create(
 
 
 def _given(values: dict[str, Any] | None) -> dict[str, Any]:
-    return {key: value for key, value in (values or {}).items() if value is not None}
+    given = {key: value for key, value in (values or {}).items() if value is not None}
+    for key, value in given.items():
+        config.check_number(key, value)
+    return given

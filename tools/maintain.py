@@ -11,6 +11,7 @@ import click
 from draftmill.manifests import maintenance
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import UsageError
+from draftmill.manifests.manifest import Manifest
 from draftmill.manifests.sizes import format_size, parse_size
 from draftmill.manifests.verify import VerifyReport, verify
 from draftmill.tools import settings
@@ -29,10 +30,30 @@ class _TokenRange(click.ParamType[tuple[int | None, int | None]]):
         try:
             least, most = (int(each) if each.strip() else None for each in (low, high))
         except ValueError:
-            dots = ""
-        if not dots or (least is None and most is None):
+            least = most = None
+        known = [each for each in (least, most) if each is not None]
+        if not dots or not known or known != sorted(known) or known[-1] >= 1 << 63:
             self.fail(f"{value!r} is no range of tokens; write 100..2000, 4000.. or ..50")
         return least, most
+
+
+def _check_known(manifest: Manifest, what: str, column: str, table: str, given: str | None) -> None:
+    """A name that is nowhere is a typing error: it must not pass for "nothing to do"."""
+    if given is None:
+        return
+    query = f"SELECT DISTINCT {column} FROM {table} WHERE {column} IS NOT NULL ORDER BY 1"
+    known = [row[0] for row in manifest.rows(query)]
+    if given not in known:
+        listed = ", ".join(known[:12]) or "none"
+        raise UsageError(f"no row has the {what} {given!r}; there are: {listed}")
+
+
+def _matching(
+    manifest: Manifest, chosen: maintenance.RowFilter
+) -> tuple[list[maintenance.Match], int]:
+    _check_known(manifest, "source", "source", "prompts", chosen.source)
+    _check_known(manifest, "error class", "error_class", "attempts", chosen.error_class)
+    return maintenance.matching(manifest, chosen)
 
 
 @click.command("retry")
@@ -89,12 +110,12 @@ def retry_command(
     loaded = settings.load(opened)
     if dry_run:
         with opened.reader() as reader:
-            matches, unknown = maintenance.matching(reader.manifest, chosen)
+            matches, unknown = _matching(reader.manifest, chosen)
         _print_matches(matches, unknown)
         click.echo(f"{len(matches):,} rows would be asked again")
         return
     with opened.writer(**settings.writer_options(opened, loaded)) as writer:
-        matches, unknown = maintenance.matching(writer.manifest, chosen)
+        matches, unknown = _matching(writer.manifest, chosen)
         count = maintenance.retry(writer, [match.id for match in matches])
         limits = writer.settings_of("generate")
     _print_matches(matches, unknown)
@@ -200,5 +221,6 @@ def evict_command(
     except ValueError as error:
         raise UsageError(f"--bytes: {error}") from error
     with opened.writer(**settings.writer_options(opened, settings.load(opened))) as writer:
+        _check_known(writer.manifest, "source", "source", "prompts", source)
         shards, rows, freed = maintenance.evict(writer, wanted, policy=policy, source=source)
     click.echo(f"{shards:,} shards removed, {format_size(freed)} freed, {rows:,} rows to extract")

@@ -16,8 +16,14 @@ from typing import Any
 from draftmill.builder.requests.client import TargetClient
 from draftmill.builder.serving.command import ServeSettings
 from draftmill.builder.serving.launcher import Server
-from draftmill.builder.sources.read import read_source
-from draftmill.manifests.errors import PermanentError, ServerError, SourceFileError, TransientError
+from draftmill.builder.sources.read import read_source, source_name
+from draftmill.manifests.errors import (
+    PermanentError,
+    RejectedError,
+    ServerError,
+    SourceFileError,
+    TransientError,
+)
 from draftmill.manifests.types import Prompt
 from draftmill.tools.render import say
 from draftmill.trainer.acceptance import Acceptance, from_metrics, total
@@ -88,7 +94,7 @@ async def measure(client: TargetClient, prompts: Sequence[Prompt], load: Load) -
                     sampling={"temperature": load.temperature},
                     max_tokens=load.max_tokens,
                 )
-            except (TransientError, PermanentError) as error:
+            except (TransientError, PermanentError, RejectedError) as error:
                 say(f"a held-out prompt failed: {error}")
                 return None
             return len(found.completion_token_ids)
@@ -101,7 +107,7 @@ async def measure(client: TargetClient, prompts: Sequence[Prompt], load: Load) -
         seconds = time.monotonic() - started
         done = [length for length in lengths if length is not None]
         parts[source] = Part(
-            acceptance=await _counters(client) - before,
+            acceptance=_since(before, await _counters(client), client),
             prompts=len(members),
             failed=len(members) - len(done),
             completion_tokens=sum(done),
@@ -111,6 +117,13 @@ async def measure(client: TargetClient, prompts: Sequence[Prompt], load: Load) -
     if found.whole.failed == len(prompts):
         raise ServerError("every held-out prompt failed; see the messages above")
     return found
+
+
+def _since(before: Acceptance, after: Acceptance, client: TargetClient) -> Acceptance:
+    try:
+        return after - before
+    except ValueError as error:
+        raise ServerError(f"{client.url}: {error}. Measure again.") from error
 
 
 async def _counters(client: TargetClient) -> Acceptance:
@@ -148,12 +161,14 @@ def _part(drafted: Part, plain: Part | None) -> dict[str, Any]:
 def held_out(paths: Sequence[str], limit: int | None) -> list[Prompt]:
     """At most `limit` prompts of each file, which is their source.
 
-    Lines that cannot be used are told and left out. Raises SourceFileError for a file with none.
+    Files of one name are told apart by their paths. Lines that cannot be used are told and left
+    out. Raises SourceFileError for a file with none.
     """
     found: list[Prompt] = []
-    for path in paths:
+    names = [source_name(Path(path)) for path in paths]
+    for path, name in zip(paths, names, strict=True):
         before = len(found)
-        for item in read_source(Path(path)):
+        for item in read_source(Path(path), name=path if names.count(name) > 1 else name):
             if len(found) - before == limit:
                 break
             if isinstance(item, Prompt):

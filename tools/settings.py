@@ -138,6 +138,8 @@ def load(dataset: Dataset, /, **overrides: dict[str, Any]) -> Settings:
             if isinstance(value, float) and not math.isfinite(value):
                 raise UsageError(f"{key}: a finite number, not {value}")
         try:
+            for key, value in given.items():
+                config.check_number(key, value)
             sections[name] = replace(sections[name], **given)
         except ValueError as error:
             raise UsageError(str(error)) from error

@@ -14,6 +14,7 @@ from draftmill.builder.budget import Budget
 from draftmill.builder.extraction.stage import Layers, extract
 from draftmill.builder.generation.stage import generate
 from draftmill.builder.progress import StageReport
+from draftmill.builder.requests.open_files import allow_many
 from draftmill.builder.serving.launcher import Server
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import UsageError
@@ -150,6 +151,7 @@ def build(
     opened: Dataset, settings: Settings, stages: Sequence[Kind], urls: dict[Kind, tuple[str, ...]]
 ) -> tuple[list[StageReport], dict[str, int]]:
     """Run stages one after the other; a stage without URLs starts its own server."""
+    allow_many()
     reports: list[StageReport] = []
     staging = staging_folder(opened, settings)
     with opened.writer(**writer_options(opened, settings)) as writer:

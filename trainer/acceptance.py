@@ -6,6 +6,7 @@ the target adds to every step is not counted. Who asks a server for its counters
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -91,7 +92,12 @@ def from_metrics(text: str) -> Acceptance:
         if match is None or not match["name"].startswith(_PREFIX):
             continue
         name = match["name"].removeprefix(_PREFIX).removesuffix("_total")
-        value = float(match["value"])
+        try:
+            value = float(match["value"])
+        except ValueError:
+            continue
+        if not math.isfinite(value):
+            continue
         position = _POSITION.search(match["labels"] or "")
         if name == "accepted_tokens_per_pos" and position is not None:
             positions[int(position[1])] = positions.get(int(position[1]), 0.0) + value

@@ -37,6 +37,8 @@ def convert_draft(
     other. Without, nothing but names and fields changes. Raises ConfigError unless every weight
     is accounted for, DatasetError when `output` is there.
     """
+    if not output.name:
+        raise DatasetError(f"{output} is no name for a new folder.")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise DatasetError(f"{output} is there already. Name a new folder.")
     read = read_draft(resolve_draft(source))

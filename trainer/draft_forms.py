@@ -8,7 +8,8 @@ run does with a foreign checkpoint is left to `finetune`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from draftmill.manifests.errors import ConfigError, DamagedError
+from draftmill.manifests.errors import ConfigError, DamagedError, DraftmillError
 from draftmill.manifests.target import default_target_layer_ids
 from draftmill.trainer.draft_vocab import canonical_vocab
 from draftmill.trainer.settings import DraftForm
@@ -103,19 +104,34 @@ def read_draft(folder: Path) -> DraftFiles:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{folder} is no draft model: it has no {CONFIG_FILE}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedError(f"{path} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise DamagedError(f"{path}: an object was expected")
-    if config.get("speculators_model_type") == "eagle3":
-        return _read_speculators(folder, config)
-    if any(name in _FLAT_ARCHITECTURES for name in config.get("architectures") or ()):
-        return _read_flat(folder, config)
+    with sound_config(path):
+        if config.get("speculators_model_type") == "eagle3":
+            return _read_speculators(folder, config)
+        if any(name in _FLAT_ARCHITECTURES for name in config.get("architectures") or ()):
+            return _read_flat(folder, config)
     raise ConfigError(
         f"{path} is of no EAGLE-3 draft with a Llama decoder: its architectures are "
         f"{config.get('architectures')}. Known are speculators' eagle3 and "
         f"{_FLAT_ARCHITECTURES[0]}."
     )
+
+
+@contextmanager
+def sound_config(path: Path) -> Iterator[None]:
+    """Whatever a strange config does to the code that reads it becomes one ConfigError."""
+    try:
+        yield
+    except DraftmillError:
+        raise
+    except Exception as error:  # transformers and speculators raise many kinds
+        words = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"{path} is no sound config of a draft: {type(error).__name__}: {words}"
+        ) from error
 
 
 def _read_speculators(folder: Path, config: dict[str, Any]) -> DraftFiles:
@@ -132,7 +148,7 @@ def _read_speculators(folder: Path, config: dict[str, Any]) -> DraftFiles:
         folder=folder,
         config=config,
         weights=_weights(folder, LlamaConfig(**layer).vocab_size),
-        layer_ids=tuple(ids) if ids else None,
+        layer_ids=_layer_ids(ids) if ids else None,
         layers_as_written=f"{ids}, counted as inputs of layers" if ids else "nothing",
         target_name=_verifier_name(config),
     )
@@ -181,14 +197,20 @@ def _flat_layers(
     begins with 1, else inputs. `target_layer_ids` are outputs in vLLM.
     """
     if ids := config.get(LAYER_KEY):
-        return tuple(ids), f"{list(ids)}, counted as inputs of layers"
+        return _layer_ids(ids), f"{ids}, counted as inputs of layers"
     if ids := eagle.get(LAYER_KEY):
-        if ids[0] == 1:
-            return tuple(k + 1 for k in ids), f"{list(ids)}, counted as outputs of layers"
-        return tuple(ids), f"{list(ids)}, counted as inputs of layers"
+        if _layer_ids(ids)[0] == 1:
+            return tuple(k + 1 for k in ids), f"{ids}, counted as outputs of layers"
+        return _layer_ids(ids), f"{ids}, counted as inputs of layers"
     if ids := config.get("target_layer_ids"):
-        return tuple(k + 1 for k in ids), f"{list(ids)}, counted as outputs of layers"
+        return tuple(k + 1 for k in _layer_ids(ids)), f"{ids}, counted as outputs of layers"
     return None, "nothing"
+
+
+def _layer_ids(ids: Any) -> tuple[int, ...]:
+    if not isinstance(ids, list) or not all(type(k) is int for k in ids):
+        raise ValueError(f"layer ids must be a list of whole numbers, not {ids!r}")
+    return tuple(ids)
 
 
 def _verifier_name(config: Mapping[str, Any]) -> str | None:

@@ -27,6 +27,7 @@ from draftmill.trainer.draft_forms import (
     LAYER_KEY,
     SWITCHES,
     DraftFiles,
+    sound_config,
     write_draft,
 )
 from draftmill.trainer.draft_shape import decoder_config
@@ -39,6 +40,7 @@ DraftModel: TypeAlias = Eagle3DraftModel
 # The target's own weights: needed to compute the loss, never saved with the draft.
 _VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
 EMBEDDINGS = "embed_tokens.weight"
+_PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def create_draft(
@@ -111,6 +113,13 @@ def speculators_files(
     With `target` the draft is made out to it and gets its context; without, everything is kept.
     Raises ConfigError where that leaves something open.
     """
+    with sound_config(files.folder / CONFIG_FILE):
+        return _speculators_files(files, target)
+
+
+def _speculators_files(
+    files: DraftFiles, target: TargetModel | None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if target is None:
         made_for = files.config.get("speculators_config")
         if made_for is None:
@@ -154,10 +163,10 @@ def _config_of(
     layer_ids: Sequence[int] | None,
     context: int | None,
 ) -> Eagle3SpeculatorConfig:
-    decoder = LlamaConfig(**files.decoder)
-    if context is not None:
-        decoder.max_position_embeddings = context
-    try:
+    with sound_config(files.folder / CONFIG_FILE):
+        decoder = LlamaConfig(**files.decoder)
+        if context is not None:
+            decoder.max_position_embeddings = context
         return Eagle3SpeculatorConfig(
             transformer_layer_config=decoder,
             draft_vocab_size=files.config["draft_vocab_size"],
@@ -166,17 +175,16 @@ def _config_of(
             **{name: bool(files.config.get(name)) for name in SWITCHES},
             **{LAYER_KEY: None if layer_ids is None else list(layer_ids)},
         )
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"{files.folder / CONFIG_FILE} contradicts itself: {error}") from error
 
 
 def _check_weights(
     config: Eagle3SpeculatorConfig, weights: Mapping[str, Tensor], folder: Path
 ) -> None:
     """Raise ConfigError that names every weight that is missing, not known or misshapen."""
-    with torch.device("meta"):
+    with torch.device("meta"), sound_config(folder / CONFIG_FILE):
         model = Eagle3DraftModel(config)
-    expected = {k: v.shape for k, v in model.state_dict().items() if k not in _VERIFIER}
+    state = {k: v for k, v in model.state_dict().items() if k not in _VERIFIER}
+    expected = {name: tensor.shape for name, tensor in state.items()}
     # Servers take the target's where a draft has none.
     needed = expected.keys() - {EMBEDDINGS}
     faults = [f"{name} is missing" for name in expected if name in needed - weights.keys()]
@@ -186,8 +194,23 @@ def _check_weights(
         for name, shape in expected.items()
         if name in weights and weights[name].shape != shape
     ]
+    faults += [
+        f"{name} {fault}"
+        for name in expected
+        if name in weights and state[name].is_floating_point()
+        if (fault := _fault_of_numbers(weights[name]))
+    ]
     if faults:
         raise ConfigError(f"{folder} does not fit its {CONFIG_FILE}: " + "; ".join(faults))
+
+
+def _fault_of_numbers(weight: Tensor) -> str | None:
+    """What makes a weight unfit for training, if anything does."""
+    if weight.dtype not in _PLAIN:
+        return f"is stored as {str(weight.dtype).removeprefix('torch.')}, not as plain numbers"
+    if not bool(weight.isfinite().all()):
+        return "holds NaN or infinity"
+    return None
 
 
 def _finish(model: DraftModel, target: TargetModel, settings: TrainSettings) -> DraftModel:

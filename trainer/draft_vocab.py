@@ -39,6 +39,8 @@ def canonical_vocab(weights: dict[str, Tensor], vocab_size: int, where: Path) ->
     Raises ConfigError for a mapping that means nothing.
     """
     d2t, t2d, head = (weights.get(name) for name in ("d2t", "t2d", HEAD))
+    if head is not None and (head.ndim != 2 or not len(head)):
+        raise ConfigError(f"{where}: {HEAD} has shape {list(head.shape)}, which is no head")
     if head is None or (d2t is None and t2d is None):
         return weights
     ids = _target_ids(d2t, t2d, len(head), vocab_size, where)

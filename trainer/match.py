@@ -67,7 +67,7 @@ def _check_tokenizer(reader: DatasetReader, table: pa.Table, target: TargetModel
     if tokenizer is None:
         return
     count = min(table.num_rows, _COMPLETIONS_DECODED)
-    served, decoded = "", ""
+    differing = None
     for row in (place * table.num_rows // count for place in range(count)):
         completion = reader.shards.completion(_location(table, row, "generate"))
         if not (served := _letters(completion.content or "")):
@@ -76,7 +76,9 @@ def _check_tokenizer(reader: DatasetReader, table: pa.Table, target: TargetModel
         decoded = _letters(tokenizer.decode(ids, skip_special_tokens=True))
         if served in decoded:
             return
-    if served:
+        differing = (decoded, served)
+    if differing is not None:
+        decoded, served = differing
         raise DatasetError(
             f"The tokenizer in {target.folder} reads the dataset's completions otherwise than the "
             f"server that made them: {decoded[:40]!r} for {served[:40]!r}. Is it the folder of "
@@ -99,7 +101,7 @@ def _tokenizer(target: TargetModel) -> Any:
         return AutoTokenizer.from_pretrained(
             target.folder, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, ImportError):
+    except Exception:  # the library under it raises plain ones for files that it cannot read
         return None
 
 

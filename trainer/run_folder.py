@@ -59,6 +59,8 @@ def bind_run(
         return
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(stored, dict):
+            raise ValueError("an object was expected")
     except (OSError, ValueError) as error:
         raise DamagedError(f"{path} cannot be read: {error}") from error
     differing = [

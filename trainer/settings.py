@@ -94,8 +94,6 @@ class TrainSettings:
     def __post_init__(self) -> None:
         at_least = {
             "draft_vocab_size": 2,
-            "max_seq_len": 8,
-            "rows_per_step": 1,
             "steps": 0,
             "num_layers": 1,
             "ttt_steps": 1,
@@ -112,7 +110,9 @@ class TrainSettings:
             if getattr(self, key) < least:
                 raise ValueError(f"{key}: at least {least}, not {getattr(self, key)}")
         between = {
-            "epochs": (0, math.inf),
+            "rows_per_step": (1, 65536),
+            "max_seq_len": (8, 2**31 - 1),
+            "epochs": (0, 1e6),
             "lr": (0, 10),
             "warmup": (0, 1),
             "weight_decay": (0, 10),

@@ -139,19 +139,25 @@ def prepare(
                 f"insists on. Raise validation (now {settings.validation}), or add samples."
             )
         _write_tokens(dataset, plan, folder)
-        vocab = make_vocab(dataset, settings.draft_vocab_size, target=target)
-        np.save(folder / f"d2t-{vocab.size}.npy", vocab.d2t)
-        np.save(folder / f"t2d-{vocab.size}.npy", vocab.t2d)
         save_plan(plan, frozen)
+    size = settings.draft_vocab_size
+    if not (folder / f"t2d-{size}.npy").exists():  # of another size than before, perhaps
+        vocab = make_vocab(dataset, size, target=target)
+        _save(vocab.d2t, folder / f"d2t-{size}.npy")
+        _save(vocab.t2d, folder / f"t2d-{size}.npy")
     places = [
         np.concatenate([part.completion_at, part.states_at, part.tokens[:, None]], axis=1)
         for part in (plan.train, plan.validation)
     ]
-    temporary = folder / f".{_PLACES}"
-    with temporary.open("wb") as file:
-        np.save(file, np.concatenate(places).astype(np.int64))
-    files.publish(temporary, folder / _PLACES, "places")
+    _save(np.concatenate(places).astype(np.int64), folder / _PLACES)
     return Prepared(folder=folder, plan=plan, draft_vocab_size=settings.draft_vocab_size)
+
+
+def _save(array: NDArray[Any], path: Path) -> None:
+    temporary = path.with_name(f".{path.name}")
+    with temporary.open("wb") as file:
+        np.save(file, array)
+    files.publish(temporary, path, "prepared")
 
 
 def _write_tokens(dataset: Path, plan: Plan, folder: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from draftmill.manifests import files
 from draftmill.manifests.dataset import Dataset
+from draftmill.manifests.errors import DamagedError
 from draftmill.manifests.reader import ShardReader
 from draftmill.manifests.target import TargetModel, check_target_layer_ids
 from draftmill.trainer import checkpoint
@@ -207,6 +208,11 @@ def _bound_plan(
         bind_run(output, settings, target, target_layer_ids, finetuned_from)
         plan = load_plan(path, table, settings.max_seq_len)
         return _grown(plan, table, settings, output) if grow else plan
+    if checkpoint.checkpoints(output):
+        raise DamagedError(
+            f"{path} is gone, without which the checkpoints beside it cannot go on with the same "
+            "samples. Restore it, or name another output folder."
+        )
     plan = make_plan(table, settings)
     bind_run(output, settings, target, target_layer_ids, finetuned_from)
     save_plan(plan, path)

@@ -27,6 +27,7 @@ from draftmill.builder.requests.failures import (
 from draftmill.builder.requests.metrics import ServerLoad
 from draftmill.builder.requests.prefill import given_completion
 from draftmill.manifests.errors import (
+    DraftmillError,
     PermanentError,
     RequestError,
     ServerError,
@@ -308,7 +309,7 @@ class Endpoint:
                     self.die(f"came back with another model: {wrong}")
                     return
                 ids = await self.client.probe_token_ids(self.patience.probe_s)
-            except (RequestError, ServerError) as error:
+            except DraftmillError as error:
                 self.reason = str(error)
                 if self._active.seconds - since > MOVE_AFTER_S:
                     for flight in list(self.flights):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from draftmill.builder.requests.failures import one_line
 from draftmill.manifests.errors import ConfigError
 from draftmill.manifests.types import Completion, PendingPrompt, TokenIds
 
@@ -20,6 +21,7 @@ NGRAM = 8
 MIN_REPETITION_TOKENS = 128
 WINDOW_TOKENS = 512
 
+MOST_LETTERS = 600  # of a reason
 UserGate = Callable[[Completion, PendingPrompt], str | None]
 
 
@@ -90,8 +92,10 @@ def load_gate(name: str) -> UserGate:
         sys.path.append(folder)
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"generate.gate: {name!r} cannot be loaded: {error}") from error
+    except Exception as error:  # importing runs the module, which can fail in any way
+        raise ConfigError(
+            f"generate.gate: {name!r} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
     if not callable(function):
         raise ConfigError(f"generate.gate: {name!r} is not a function")
     return function  # type: ignore[no-any-return]
@@ -105,4 +109,9 @@ def ask_gate(gate: UserGate, completion: Completion, row: PendingPrompt) -> Reje
         raise ConfigError(
             f"generate.gate raised {type(error).__name__} at sample {row.id}: {error}"
         ) from error
-    return None if reason is None else Rejection("user", str(reason))
+    if reason is not None and not isinstance(reason, str):
+        raise ConfigError(
+            f"generate.gate returned {reason!r:.80} at sample {row.id}: a gate returns a text to "
+            "reject, and None to let pass"
+        )
+    return None if reason is None else Rejection("user", one_line(reason)[:MOST_LETTERS])

@@ -73,7 +73,8 @@ async def max_tokens_for(
 
 def most_stored_bytes(conversation: str, max_tokens: int) -> int:
     """Bytes that the record of a completion may take at most, for the disk budget."""
-    prompt_tokens = len(conversation) + TEMPLATE_TOKENS
+    # by its bytes: tokenizers spell out in them what they do not know
+    prompt_tokens = len(conversation.encode()) + TEMPLATE_TOKENS
     return 4 * prompt_tokens + BYTES_PER_TOKEN * max_tokens + RECORD_BYTES
 
 

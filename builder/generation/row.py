@@ -20,11 +20,13 @@ from draftmill.builder.generation.room import (
     most_stored_bytes,
 )
 from draftmill.builder.generation.settings import GenerateSettings
+from draftmill.builder.requests.failures import NoTokenizerError
 from draftmill.builder.requests.retry_policy import RetryBudget, RetryPolicy, retried
 from draftmill.manifests.errors import (
     PermanentError,
     RejectedError,
     RequestError,
+    ServerError,
     TimedOutError,
     TransientError,
     UnreachableError,
@@ -132,7 +134,9 @@ class _Row:
             self.tries += 1
             try:
                 return await self._ask(endpoint)
-            except UnreachableError as error:
+            except (UnreachableError, ServerError) as error:
+                if isinstance(error, NoTokenizerError):
+                    endpoint.die(str(error))
                 endpoint.go_down(str(error))
                 self.moves += 1
                 if self.moves > FREE_MOVES:  # perhaps it is this very prompt that kills servers

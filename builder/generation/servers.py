@@ -6,6 +6,7 @@ What is found wrong is a ServerError in one line; what they do later is `endpoin
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,9 +14,22 @@ import xxhash
 
 from draftmill.builder.requests.client import TargetClient
 from draftmill.builder.requests.prefill import after_turn
+from draftmill.builder.requests.retry_policy import RetryPolicy, retried
 from draftmill.builder.requests.twins import distinct
 from draftmill.builder.requests.urls import split_url
-from draftmill.manifests.errors import PermanentError, ServerError, TransientError, UsageError
+from draftmill.manifests.errors import (
+    PermanentError,
+    ServerError,
+    TimedOutError,
+    TransientError,
+    UnreachableError,
+    UsageError,
+)
+
+log = logging.getLogger(__name__)
+
+# One bad moment of a server must not cost the start of a night; nobody there is told at once.
+PROBING = RetryPolicy(tries=5, tries_by_kind={UnreachableError: 1, TimedOutError: 1})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +108,11 @@ async def _reached(client: TargetClient) -> ServerError | None:
 
 
 async def _probed(client: TargetClient, probe_s: float) -> list[int]:
+    async def before_wait(tries: int, error: TransientError, wait_s: float) -> None:
+        log.warning("%s: %s; asked again in %.0f s", client.url, error, wait_s)
+
     try:
-        return await client.probe_token_ids(probe_s)
+        return await retried(lambda: client.probe_token_ids(probe_s), PROBING, before_wait)
     except (TransientError, PermanentError) as error:
         raise ServerError(
             f"{client.url} lists the model but does not answer a request of one token: {error}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+MAX_CONCURRENCY = 8192  # connections that are kept to one server
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 
 
@@ -132,8 +133,10 @@ class GenerateSettings:
                 raise ValueError(f"{name}: must lie between 0 and 1, not {value}")
         if self.deadline_margin < 1:
             raise ValueError(f"deadline_margin: must be at least 1, not {self.deadline_margin}")
-        if isinstance(self.concurrency, int) and self.concurrency < 1:
-            raise ValueError(f'concurrency: must be at least 1 or "auto", not {self.concurrency}')
+        for name in ("concurrency", "max_concurrency"):
+            value = getattr(self, name)
+            if isinstance(value, int) and not 1 <= value <= MAX_CONCURRENCY:
+                raise ValueError(f"{name}: must be 1 to {MAX_CONCURRENCY}, not {value}")
         if self.gate is not None and not all(self.gate.partition(":")):
             raise ValueError(f'gate: expected "module:function", not {self.gate!r}')
 

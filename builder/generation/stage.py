@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from draftmill.builder.generation.story import Story
 from draftmill.builder.generation.watch import Watch
 from draftmill.builder.progress import OnProgress, StageReport
 from draftmill.builder.publish import Publisher
+from draftmill.builder.requests import open_files
 from draftmill.builder.requests.client import PROBE_S
 from draftmill.builder.stop import StopSignals, stoppable
 from draftmill.manifests.errors import BudgetError, ServerError
@@ -144,9 +145,8 @@ class _Stage:
             await asyncio.gather(*(each.read() for each in watches))
             self._pool.add(endpoints)
             background = [
-                asyncio.create_task(self._tick()),
-                asyncio.create_task(self._obey(signals)),
-                *(asyncio.create_task(each.run()) for each in watches),
+                asyncio.create_task(self._guarded(each))
+                for each in (self._tick(), self._obey(signals), *(each.run() for each in watches))
             ]
             try:
                 await self._passes()
@@ -161,10 +161,11 @@ class _Stage:
 
     def _endpoint(self, servers: Servers, client: Any) -> Endpoint:
         settings = self._settings
-        fixed = settings.concurrency if isinstance(settings.concurrency, int) else None
+        most = open_files.connections(len(servers.clients))
+        fixed = None if settings.concurrency == "auto" else min(settings.concurrency, most)
         endpoint = Endpoint(
             client,
-            Controller(maximum=settings.max_concurrency, fixed=fixed),
+            Controller(maximum=min(settings.max_concurrency, most), fixed=fixed),
             DeadlineRule(
                 margin=settings.deadline_margin,
                 floor_s=settings.min_deadline_s,
@@ -285,6 +286,13 @@ class _Stage:
         self._error, self.report.stopped = error, reason
         self._halted.set()
 
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        """A clock or a watch that fails ends the run, which without it would wait for ever."""
+        try:
+            await work
+        except Exception as error:
+            self._halt(error)
+
     async def _obey(self, signals: StopSignals) -> None:
         await signals.requested.wait()
         self.report.interrupted = True
@@ -303,10 +311,7 @@ class _Stage:
                 shown_s = self._active.seconds
                 self._check_timeout()
                 self._story.show()
-                try:
-                    await self._flush_decisions()
-                except Exception as error:
-                    self._halt(error)
+                await self._flush_decisions()
 
     def _check_timeout(self) -> None:
         timeout_s = self._settings.timeout_s

@@ -19,10 +19,13 @@ import aiohttp
 import httpx2
 import openai
 
-from draftmill.builder.requests.api_key import api_key, redacted
+from draftmill.builder.requests import open_files
+from draftmill.builder.requests.api_key import api_key
 from draftmill.builder.requests.failures import (
     ConnectionCutError,
+    OverloadedError,
     ServerFailedError,
+    one_line,
     retry_after_s,
     status_error,
     words,
@@ -152,7 +155,7 @@ class TargetClient:
         data = json_of(await self._get("/models"))
         try:
             return [
-                ServedModel(id=str(each["id"]), max_model_len=each.get("max_model_len"))
+                ServedModel(id=str(each["id"]), max_model_len=_length(each.get("max_model_len")))
                 for each in data["data"]
             ]
         except (KeyError, TypeError, AttributeError) as error:
@@ -183,11 +186,14 @@ class TargetClient:
     async def probe_token_ids(self, timeout_s: float = PROBE_S) -> list[int]:
         """Prompt token ids of a fixed conversation: they change with template or tokenizer.
 
-        Generates one token, so an answer also shows that the server works.
+        Generates one token, so an answer also shows that the server works; a tokenizer that it had
+        must be there too.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 reply = await self.chat(PROBE_CONVERSATION, sampling={}, max_tokens=1)
+                if self._has_tokenize:
+                    await self.tokenize({"prompt": "a"})
         except TimeoutError:
             raise TimedOutError(
                 f"{self.url} did not answer a request for one token within {timeout_s:.0f} s"
@@ -253,6 +259,8 @@ class TargetClient:
         except TimeoutError:
             raise ServerFailedError(f"{self._root}/{name} did not answer") from None
         except ServerError:
+            if self._has_tokenize:  # it is the server as a whole that is wrong now
+                raise
             self._has_tokenize = False
             return None
         self._has_tokenize = True
@@ -288,6 +296,9 @@ class TargetClient:
             return status_error(self.url, error.status_code, _server_words(error), again_s)
         cause: BaseException | None = error
         while cause is not None:
+            if isinstance(cause, OSError) and cause.errno in open_files.USED_UP:
+                # no fault of the server's: fewer requests at once is what helps
+                return OverloadedError(f"{words(cause)}: ulimit -n, or lower max_concurrency")
             if isinstance(cause, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
                 return UnreachableError(words(cause))
             if isinstance(cause, BAD_URLS):
@@ -298,9 +309,14 @@ class TargetClient:
         return ConnectionCutError(f"request to {self.url} failed: {words(error)}")
 
 
+def _length(value: Any) -> int | None:
+    """A limit as a server names it; what is no number above 0 says nothing."""
+    return value if type(value) is int and value > 0 else None
+
+
 def _server_words(error: openai.APIStatusError) -> str:
     """The server's own message, on one line."""
     body = error.body
     message = body.get("message") if isinstance(body, dict) else None
-    text = redacted(message if isinstance(message, str) else error.response.text)
-    return " ".join(text.split())[:600] or error.response.reason_phrase
+    text = one_line(message if isinstance(message, str) else error.response.text)
+    return text[:600] or error.response.reason_phrase

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
 from draftmill.builder.requests.api_key import redacted
 from draftmill.manifests.errors import PermanentError, ServerError, TransientError
 
+LONGEST_S = 3600.0  # that a server can have us wait
 TRANSIENT_STATUS = {408, 409, 425}
 PERMANENT_SERVER_STATUS = {501, 505}
 # The server as a whole is wrong, not this request: no row may pay for it.
@@ -21,6 +26,10 @@ class ServerFailedError(TransientError):
 
 class ConnectionCutError(TransientError):
     """The connection ended in the middle of a request."""
+
+
+class NoTokenizerError(ServerError):
+    """The server has no /tokenize and something needs one."""
 
 
 class GarbledReplyError(TransientError):
@@ -40,14 +49,29 @@ def status_error(url: str, status: int, words: str, retry_after_s: float | None)
     return PermanentError(text, http_status=status)
 
 
+def one_line(text: str) -> str:
+    """What somebody said, on one line, without keys and as Unicode: it goes into the history."""
+    return " ".join(redacted(text).split()).encode(errors="replace").decode()
+
+
 def words(error: BaseException) -> str:
     """An exception's text on one line; its class where it has none."""
-    return " ".join(redacted(str(error)).split())[:300] or type(error).__name__
+    return one_line(str(error))[:300] or type(error).__name__
 
 
 def retry_after_s(header: str) -> float | None:
-    """Seconds of a Retry-After header, an hour at most; None for dates and nonsense."""
+    """Seconds of a Retry-After header, which has seconds or a date: an hour at most.
+
+    None for nonsense.
+    """
     try:
-        return min(3600.0, max(0.0, float(header)))
+        wait_s = float(header)
     except ValueError:
-        return None
+        try:
+            until = parsedate_to_datetime(header)
+        except (ValueError, OverflowError):
+            return None
+        if until.tzinfo is None:  # "-0000": a time in UTC, from nowhere in particular
+            until = until.replace(tzinfo=UTC)
+        wait_s = (until - datetime.now(UTC)).total_seconds()
+    return None if math.isnan(wait_s) else min(LONGEST_S, max(0.0, wait_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -49,9 +50,11 @@ def parse_metrics(text: str) -> ServerLoad | None:
                 continue  # not known before the first request in some releases
             continue
         try:
-            values.setdefault(name, []).append(float(number))
+            value = float(number)
         except ValueError:
             continue
+        if math.isfinite(value):  # the format allows NaN and +Inf, which tell nothing
+            values.setdefault(name, []).append(value)
     found_values: dict[str, float] = {}
     for field, names in _GAUGES.items():
         readings = next((values[name] for name in names if name in values), None)

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from draftmill.builder.requests.failures import NoTokenizerError
 from draftmill.builder.requests.replies import PROBE_CONVERSATION, reasoning_of
-from draftmill.manifests.errors import PermanentError, RejectedError, ServerError
+from draftmill.manifests.errors import RejectedError, ServerError
 from draftmill.manifests.types import GIVEN, Completion
 
 _ANSWER = {"role": "assistant", "content": "Because they have no other divisors."}
@@ -72,13 +73,14 @@ async def given_completion(
 
     `after` is what `after_turn` found. Raises RejectedError when the answer's tokens cannot be told
     from the prompt's: the template then writes the prompt in another way once it is answered.
+    Raises NoTokenizerError when the server cannot tell at all.
     """
     asked = json.loads(conversation)
     *before, answer = asked["messages"]
     prompt = await tokenizer.tokenize({**asked, "messages": before, "add_generation_prompt": True})
     whole = await tokenizer.tokenize({**asked, "add_generation_prompt": False})
     if prompt is None or whole is None:
-        raise PermanentError("the server has no /tokenize, which answers of mode prefill need")
+        raise NoTokenizerError(f"{tokenizer.url} has no /tokenize, which mode prefill needs")
     if whole[: len(prompt)] != prompt:
         same = next(
             (n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(whole)

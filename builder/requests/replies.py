@@ -31,6 +31,7 @@ PROBE_CONVERSATION = json.dumps(
         ]
     }
 )
+MOST_LETTERS = 64  # of a finish_reason
 Tokenize = Callable[[Mapping[str, Any]], Awaitable[list[int] | None]]
 
 
@@ -38,7 +39,7 @@ def json_of(raw: bytes) -> Any:
     """The JSON value of a reply's body; GarbledReplyError if it is none."""
     try:
         return json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         start = redacted(raw.decode(errors="replace"))[:80]
         raise GarbledReplyError(f"the reply is not JSON: {start!r}") from error
 
@@ -51,7 +52,7 @@ def completion_of_reply(reply: Any) -> Completion | None:
         return None
     prompt_ids = _ids(prompt_token_ids)
     completion_ids = _ids(token_ids)
-    usage = reply.get("usage") or {}
+    usage = _object(reply.get("usage"))
     for what, ids in (("prompt_tokens", prompt_ids), ("completion_tokens", completion_ids)):
         counted = usage.get(what)
         if counted is not None and counted != len(ids):
@@ -76,7 +77,7 @@ async def rebuilt_completion(reply: Any, conversation: str, tokenize: Tokenize) 
             "the server returns no token ids and has no /tokenize to rebuild them with; "
             "serve the target model with vLLM 0.10.2 or newer"
         )
-    usage = reply.get("usage") or {}
+    usage = _object(reply.get("usage"))
     counted = usage.get("prompt_tokens")
     if counted is not None and counted != len(prompt_ids):
         raise RejectedError(
@@ -94,7 +95,7 @@ async def rebuilt_completion(reply: Any, conversation: str, tokenize: Tokenize) 
         text = f"{reasoning_of(message) or ''}{message.get('content') or ''}"
         completion_ids = await tokenize({"prompt": text, "add_special_tokens": False}) or []
     extra = _extra(reply, choice, message)
-    if (counted := usage.get("completion_tokens")) is not None:
+    if _is_count(counted := usage.get("completion_tokens")):
         extra["served_completion_tokens"] = counted
     return Completion(
         prompt_token_ids=_ids(prompt_ids),
@@ -110,9 +111,10 @@ async def rebuilt_completion(reply: Any, conversation: str, tokenize: Tokenize) 
 def ids_of_tokenizer(reply: Any) -> list[int]:
     """The ids in a reply of /tokenize."""
     try:
-        return [int(each) for each in reply["tokens"]]
-    except (KeyError, TypeError, ValueError) as error:
+        ids: list[int] = _ids(reply["tokens"]).tolist()
+    except (KeyError, TypeError) as error:
         raise GarbledReplyError("the reply of /tokenize has no ids") from error
+    return ids
 
 
 def text_of_tokenizer(reply: Any) -> str:
@@ -156,7 +158,7 @@ def _choice(reply: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
         raise GarbledReplyError("the reply has no choice with a message") from error
     if finish_reason in (None, "abort", "error"):
         raise ServerFailedError(f"the server broke off its answer (finish_reason {finish_reason})")
-    if not isinstance(finish_reason, str) or not (content is None or isinstance(content, str)):
+    if not _is_word(finish_reason) or not (content is None or isinstance(content, str)):
         raise GarbledReplyError("the reply's content or finish_reason is not a text")
     return choice, message, finish_reason
 
@@ -173,13 +175,30 @@ def reasoning_of(message: Mapping[str, Any]) -> str | None:
 def _extra(
     reply: Mapping[str, Any], choice: Mapping[str, Any], message: Mapping[str, Any]
 ) -> dict[str, Any]:
-    details = (reply.get("usage") or {}).get("completion_tokens_details") or {}
+    details = _object(_object(reply.get("usage")).get("completion_tokens_details"))
+    reasoning_tokens = details.get("reasoning_tokens")
     extra = {
         "tool_calls": message.get("tool_calls"),
         "stop_reason": choice.get("stop_reason"),
-        "reasoning_tokens": details.get("reasoning_tokens"),
+        "reasoning_tokens": reasoning_tokens if _is_count(reasoning_tokens) else None,
     }
     return {name: value for name, value in extra.items() if value}
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    """A part of a reply that tells nothing when it is no object."""
+    return value if isinstance(value, dict) else {}
+
+
+def _is_word(value: Any) -> bool:
+    """Whether it is a word that the history of a row has room for, and is Unicode."""
+    if not isinstance(value, str) or len(value) > MOST_LETTERS:
+        return False
+    return value == value.encode(errors="replace").decode()
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
 
 
 def _ids(values: Sequence[int]) -> TokenIds:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -35,13 +36,13 @@ class RetryPolicy:
     max_s: float = 60.0
 
     def tries_for(self, error: BaseException) -> int:
-        """How many tries a request gets that last failed with `error`; 1 is no retry."""
+        """How many tries a request gets that fail like `error`; 1 is no retry."""
         if not isinstance(error, TransientError):
             return 1
         return self.tries_by_kind.get(type(error), self.tries)
 
     def wait_s(self, tries: int, error: BaseException) -> float:
-        """Seconds to wait after the try number `tries`, which ended in `error`."""
+        """Seconds to wait after so many `tries` that ended like `error`."""
         backoff = random.uniform(0.0, min(self.max_s, self.base_s * 2.0 ** min(tries, 30)))
         asked = getattr(error, "retry_after_s", None)
         return backoff if asked is None else max(backoff, asked + random.uniform(0.0, self.base_s))
@@ -76,8 +77,9 @@ async def retried(
     policy: RetryPolicy,
     before_wait: Callable[[int, TransientError, float], Awaitable[None]],
 ) -> T:
-    """Runs `call` until it succeeds, fails for good or its tries are used up.
+    """Runs `call` until it succeeds, fails for good or the tries for one kind are used up.
 
+    Each kind of failure has its own count: one that comes after many of another is not the last.
     `before_wait(tries so far, error, seconds to wait)` is awaited before each wait; the last
     error is raised as it is. This is the only retry layer.
     """
@@ -88,8 +90,17 @@ async def retried(
         assert error is not None
         return error
 
+    failures: Counter[type[BaseException]] = Counter()
+
+    async def counted() -> T:
+        try:
+            return await call()
+        except TransientError as error:
+            failures[type(error)] += 1
+            raise
+
     try:
-        return await call()
+        return await counted()
     except TransientError as error:
         failed: TransientError | None = error
 
@@ -99,7 +110,7 @@ async def retried(
         if failed is not None:
             first, failed = failed, None
             raise first
-        return await call()
+        return await counted()
 
     async def before_sleep(state: tenacity.RetryCallState) -> None:
         error = exception(state)
@@ -108,8 +119,8 @@ async def retried(
 
     retrying = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception_type(TransientError),
-        stop=lambda state: state.attempt_number >= policy.tries_for(exception(state)),
-        wait=lambda state: policy.wait_s(state.attempt_number, exception(state)),
+        stop=lambda state: failures[type(exception(state))] >= policy.tries_for(exception(state)),
+        wait=lambda state: policy.wait_s(failures[type(exception(state))], exception(state)),
         before_sleep=before_sleep,
         reraise=True,
     )

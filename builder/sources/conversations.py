@@ -124,7 +124,7 @@ def prompts_of(
             source=source,
             row=number,
             conversation_id=conversation_id,
-            reference=None if prefill else _answer_after(messages, end) or reference,
+            reference=None if prefill else _unicode(_answer_after(messages, end) or reference),
             off_policy=prefill,
         )
 
@@ -150,8 +150,13 @@ def _own_id(row: dict[str, Any], source: str) -> str | None:
     """The source's own id of the conversation; sources count from 0, so the name is part of it."""
     for key in _ID_KEYS:
         if key in row and isinstance(row[key], str | int):
-            return f"{source}:{row[key]}"
+            return _unicode(f"{source}:{row[key]}")
     return None
+
+
+def _unicode(text: str | None) -> str | None:
+    """What is not part of a prompt, with half surrogate pairs replaced, which no file can hold."""
+    return text if text is None else text.encode(errors="replace").decode()
 
 
 def _append_json(message: Message, given: list[str], canonical: list[str]) -> None:

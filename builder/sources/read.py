@@ -87,7 +87,8 @@ def read_source(
 
 def source_name(path: Path) -> str:
     """What a source is called if nobody says: its file or folder name without suffixes."""
-    stem = path.resolve().name
+    # a name of bytes that are no UTF-8 cannot be stored as it is
+    stem = path.resolve().name.encode(errors="replace").decode()
     for suffix in (*_PACKED, *_SUFFIXES):
         stem = stem.removesuffix(suffix)
     return _SHARD.sub("", stem) or stem
@@ -168,7 +169,10 @@ def _table_rows(path: Path, kind: Kind) -> Iterator[tuple[int, Any]]:
     try:
         for row in tables.table_rows(path, kind):
             number += 1
-            yield number, row
+            if isinstance(row, BadRow):
+                yield number, SourceError(file=str(path), line=number, reason=str(row))
+            else:
+                yield number, row
     except (OSError, pa.ArrowException) as error:
         number += 1
         reason = f"the file cannot be read beyond this row ({error})"
@@ -197,7 +201,7 @@ def _check_file(path: Path, kind: Kind) -> None:
     if head.startswith(b"["):
         raise SourceFileError(
             f"{path}: one JSON array, not one object per line. Convert it with "
-            f"`jq -c '.[]' {path.name} > {path.stem}.jsonl`."
+            f"`jq -c '.[]' {path.name} > {path.stem}-lines.jsonl`."
         )
 
 
@@ -240,10 +244,14 @@ def _folder_files(folder: Path) -> list[tuple[Path, Kind]]:
         if len(splits) != 1:
             listing = ", ".join(map(str, splits))
             raise SourceFileError(f"{folder}: has splits {listing}; give one, as {folder}/NAME.")
-        return _folder_files(folder / str(splits[0]))
+        inner = Path(str(splits[0])).name
+        if inner in ("", ".."):
+            raise SourceFileError(f"{folder}/dataset_dict.json: {splits[0]!r} is no split.")
+        return _folder_files(folder / inner)
     listed = _json(folder / "state.json").get("_data_files")
     if isinstance(listed, list):
-        return [(folder / Path(str(item.get("filename"))).name, "arrow") for item in listed]
+        files = [item.get("filename") if isinstance(item, dict) else None for item in listed]
+        return [(folder / Path(str(file)).name, "arrow") for file in files]
     found = [
         (file, kind)
         for inner in (folder, folder / "data")
@@ -273,6 +281,6 @@ def _json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SourceFileError(f"{path}: cannot be read ({error}).") from error
     return value if isinstance(value, dict) else {}

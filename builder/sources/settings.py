@@ -53,6 +53,8 @@ class SourceSettings:
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("path: the file or folder of this source is missing")
+        if self.name != self.name.encode(errors="replace").decode():
+            raise ValueError("name: holds bytes that are no UTF-8")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit: at least 1, not {self.limit}")
         if not 0 < self.weight < float("inf"):

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftmill.builder.sources.conversations import CONTENT_KEYS, ROW_KEYS
+from draftmill.builder.sources.conversations import CONTENT_KEYS, ROW_KEYS, BadRow
 from draftmill.manifests.errors import SourceFileError
 
 BATCH_ROWS = 512
@@ -29,15 +29,32 @@ def check_table(path: Path, kind: str) -> None:
         )
 
 
-def table_rows(path: Path, kind: str) -> Iterator[dict[str, Any]]:
+def table_rows(path: Path, kind: str) -> Iterator[dict[str, Any] | BadRow]:
     """The rows as Python objects, without the nulls that a common schema puts into structs.
 
+    A BadRow stands for a row that has no such form: writers do not check that text is UTF-8.
     Raises OSError or ArrowException where the file is damaged.
     """
     batches = _parquet_batches(path) if kind == "parquet" else _arrow_batches(path)
     for batch in batches:
-        for row in batch.to_pylist():
-            yield {key: _without_nulls(value) for key, value in row.items()}
+        for row in _objects(batch):
+            if isinstance(row, BadRow):
+                yield row
+            else:
+                yield {key: _without_nulls(value) for key, value in row.items()}
+
+
+def _objects(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadRow]:
+    try:
+        yield from batch.to_pylist()
+        return
+    except (ValueError, OverflowError):  # in which of the rows?
+        pass
+    for number in range(batch.num_rows):
+        try:
+            yield from batch.slice(number, 1).to_pylist()
+        except (ValueError, OverflowError) as error:
+            yield BadRow(f"cannot be read: {error}")
 
 
 def _parquet(path: Path) -> pq.ParquetFile:

@@ -104,6 +104,19 @@ def test_a_gate_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert gates.ask_gate(gate, completion(), ROW) == ("user", "has a 7")
     with pytest.raises(ConfigError, match=r"ZeroDivisionError at sample 7"):
         gates.ask_gate(gates.load_gate("my_gates_17:broken"), completion(), ROW)
+    odd: Any
+    for odd in (True, False, 3, ["reason"]):
+        with pytest.raises(ConfigError, match=r"returned .* at sample 7: a gate returns a text"):
+            gates.ask_gate(lambda *_, given=odd: given, completion(), ROW)
+    long = gates.ask_gate(lambda *_: "\ud83d\n" + "x" * 9999, completion(), ROW)
+    assert long is not None
+    assert long.reason.startswith("? x")
+    assert len(long.reason) == gates.MOST_LETTERS
+    (tmp_path / "my_gates_18.py").write_text("def gate(:")
+    (tmp_path / "my_gates_19.py").write_text("1 / 0")
+    for wrong, why in (("my_gates_18:gate", "SyntaxError"), ("my_gates_19:x", "ZeroDivision")):
+        with pytest.raises(ConfigError, match=rf"cannot be loaded: {why}"):
+            gates.load_gate(wrong)
     for wrong in ("my_gates_17:nothing", "no_such_module_17:x", "my_gates_17:number"):
         with pytest.raises(ConfigError, match=r"generate\.gate"):
             gates.load_gate(wrong)

@@ -75,13 +75,13 @@ def test_work_moves_from_a_dead_server_to_the_living(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_server_that_is_away_at_the_start_may_come_later(tmp_path: Path) -> None:
     async def body() -> None:
-        with writer_of(tmp_path / "d", 80) as writer:
+        with writer_of(tmp_path / "d", 400) as writer:
             async with TargetServer(**SLOW) as first, TargetServer(**SLOW) as late:
                 await late.go_down()
                 run = asyncio.create_task(generated(writer, first, late))
                 await until(lambda: first.answered.total() > 10)
                 await late.come_up()
-                assert (await run).outcomes == {"generated": 80}
+                assert (await run).outcomes == {"generated": 400}
                 assert late.answered.total() > 1
 
     asyncio.run(body())

@@ -246,3 +246,46 @@ def test_an_answer_beside_the_prompt_is_kept_as_well() -> None:
     ]
     assert len({prompt.hash for prompt in found}) == 1
     assert json.loads(found[0].conversation)["messages"][-1]["content"] == "Because."
+
+
+@pytest.mark.slow
+def test_a_tokenizer_that_goes_away_fails_no_row(tmp_path: Path) -> None:
+    """A gateway answers 404 for a while: the server is waited for, as with any outage."""
+
+    async def body() -> None:
+        with new(tmp_path / "d") as writer:
+            add(writer, *(talk(number) for number in range(300)))
+            async with TargetServer() as server:
+                run = asyncio.create_task(generated(writer, server, concurrency=4))
+                while server.tokenized.total() < 40:  # noqa: ASYNC110 - it is the server's
+                    await asyncio.sleep(0.001)
+                server.options.tokenize = False
+                await asyncio.sleep(6)
+                server.options.tokenize = True
+                report = await run
+            assert report.outcomes == {"generated": 300}
+            assert history(writer) == {("generated", None): 300}
+
+    asyncio.run(body())
+
+
+@pytest.mark.slow
+def test_a_server_without_tokenizer_that_comes_late_is_not_used_for_them(tmp_path: Path) -> None:
+    async def body() -> None:
+        with new(tmp_path / "d") as writer:
+            add(writer, *(talk(number) for number in range(600)))
+            async with TargetServer() as server, TargetServer(tokenize=False) as late:
+                await late.go_down()
+                run = asyncio.create_task(generated(writer, server, late, concurrency=2))
+                while server.tokenized.total() < 40:  # noqa: ASYNC110 - it is the server's
+                    await asyncio.sleep(0.001)
+                await server.go_down()
+                await late.come_up()
+                while not late.statuses[404]:  # noqa: ASYNC110 - it is the server's
+                    await asyncio.sleep(0.001)
+                await server.come_up()
+                report = await run
+            assert report.outcomes == {"generated": 600}
+            assert states(writer) == {"generated": 600}
+
+    asyncio.run(body())

@@ -81,6 +81,10 @@ def test_whole_numbers_are_numbers(tmp_path: Path) -> None:
         ("[[many]]\ncount = 1\n[numbers]\ncount = 0", "line 4: count: at least 1, not 0"),
         ("[many]\ncount = 1", r"line 1: many must be a list of sections: \[\[many\]\]"),
         ("[[numbers]]\ncount = 1", "line 1: numbers must be a section"),
+        ("[numbers]\nrate = nan", "line 2: rate must be a number of ordinary size, not nan"),
+        ("[numbers]\nrate = -inf", "line 2: rate must be a number of ordinary size"),
+        (f"[numbers]\nrate = {10**400}", "line 2: rate must be a number of ordinary size"),
+        (f"[numbers]\ncount = {10**30}", "line 2: count must be a number of ordinary size"),
     ],
 )
 def test_mistakes_name_file_line_and_key(tmp_path: Path, text: str, message: str) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -162,9 +166,19 @@ def test_retry_and_evict(run: Run, dataset: Dataset) -> None:
     assert "0 rows would" in run(*words, "--dry-run", "--completion-tokens", "1000..")
     run(*words, "--prompt-tokens", "7", code=2)
     assert "no range of tokens" in run.err
+    for odd in ("5..3", "..99999999999999999999", "..", "-1e3.."):
+        run(*words, "--prompt-tokens", odd, code=2)
+    for option, listed in (("--source", "there are: test"), ("--error-class", "there are: Test")):
+        run(*words, option, "typo", "--dry-run", code=2)
+        assert "'typo'" in run.err
+        assert listed in run.err
+    run("evict", path, "--all", "--source", "typo", code=2)
+    assert "no row has the source 'typo'" in run.err
     assert "2 rows will be asked again" in run(*words)
     assert "0 rows" in run("retry", path, "--failed")
-    assert "3 truncated" in run("retry", path, "--truncated", "--dry-run")
+    for stage in ((), ("--stage", "generate")):
+        assert "3 truncated" in run("retry", path, "--truncated", "--dry-run", *stage)
+    assert "0 rows" in run("retry", path, "--truncated", "--dry-run", "--stage", "extract")
     run("evict", path, code=2)
     assert "12 rows to extract" in run("evict", path, "--all")
 
@@ -215,6 +229,64 @@ def test_every_command_has_help_and_a_reference(run: Run) -> None:
     assert page.read_text() == reference.page(), (
         "docs/reference.md is old: python -m draftmill.tools.reference > docs/reference.md"
     )
+
+
+def test_absurd_values_are_one_line(run: Run, dataset: Dataset, tmp_path: Path) -> None:
+    path, url = str(dataset.path), "http://127.0.0.1:9"
+    for words in (
+        ("generate", path, "--url", url, "--timeout", "nan"),
+        ("generate", path, "--url", url, "--timeout", "-1"),
+        ("generate", path, "--url", url, "--concurrency", "0"),
+        ("generate", path, "--url", url, "--concurrency", "999999999"),
+        ("train", path, "--output", str(tmp_path / "t"), "--epochs", "inf"),
+        ("train", path, "--output", str(tmp_path / "t"), "--epochs", "1e99"),
+        ("train", path, "--output", str(tmp_path / "t"), "--lr", "nan"),
+        ("train", path, "--output", str(tmp_path / "t"), "--seed", str(10**30)),
+        ("train", path, "--output", str(tmp_path / "t"), "--max-seq-len", str(10**10)),
+        ("add", path, ""),
+        ("add", path, str(dataset.config_path), "--name", "x\udcff"),
+    ):
+        run(*words, code=2)
+        assert "unexpected" not in run.err
+        assert "Traceback" not in run.err
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_place_that_cannot_be_used_is_named_and_is_no_fault_of_draftmill(
+    run: Run, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(dataset.path)
+    long = str(tmp_path / ("x" * 300))
+    run("add", path, long, code=1)
+    assert run.err == f"draftmill: {long}: File name too long\n"
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/data")
+
+    monkeypatch.setattr("draftmill.tools.add.add_sources", full)
+    run("add", path, str(dataset.config_path), code=3)
+    assert run.err == "draftmill: /data: No space left on device\n"
+
+
+def test_names_that_the_terminal_cannot_show_end_no_command(tmp_path: Path) -> None:
+    source = tmp_path / "é.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    plain = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    for words in (
+        ("init", str(tmp_path / "→"), *NUMBERS),
+        ("add", str(tmp_path / "→"), str(source)),
+    ):
+        command = [sys.executable, "-m", "draftmill.tools", *words]
+        done = subprocess.run(command, capture_output=True, env=plain, encoding="latin-1")
+        assert done.returncode == 0, done.stderr
+        assert "\\u2192" in done.stdout
+
+
+def test_a_folder_whose_name_is_not_utf8(run: Run, tmp_path: Path) -> None:
+    path = f"{tmp_path}/d\udcff"
+    for words in (("init", path, *NUMBERS), ("status", path)):
+        run(*words, code=1)
+        assert "is not UTF-8" in run.err
 
 
 def test_unknown_words_are_usage_errors(run: Run) -> None:

@@ -183,7 +183,7 @@ def test_no_metrics_is_a_note(run: Doctor) -> None:
 
 
 def test_too_few_open_files(run: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
     assert the_fault(run(), "1024").fix == "ulimit -n 65536"
 
 

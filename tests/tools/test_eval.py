@@ -14,6 +14,8 @@ import pytest
 from aiohttp import web
 
 from draftmill.tools.cli import main
+from draftmill.tools.measure import held_out
+from draftmill.trainer.acceptance import Acceptance, from_metrics
 from draftmill.trainer.model_card import put_evaluation
 from tests.fakes.target_server import TargetServer
 
@@ -147,3 +149,48 @@ def test_servers_that_are_not_what_they_must_be(
     with running(DraftingServer(faults={"http_400": 1.0})) as url:
         _, err = evaluate(capsys, *words, "--url", url, code=1)
         assert "every held-out prompt failed" in err
+
+
+class RestartedServer(DraftingServer):
+    """Its counters begin again at every reading."""
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        reply = await super()._metrics(request)
+        self.answered.clear()
+        return reply
+
+
+def test_a_server_that_was_restarted_in_between_is_said_so(
+    draft: Path, prompts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = RestartedServer()
+    server.answered["before"] = 100
+    with running(server) as url:
+        words = (draft, "--target", "fake/target", *prompts, "--url", url)
+        _, err = evaluate(capsys, *words, code=1)
+    assert "counters went back: it was restarted in between. Measure again." in err
+
+
+@pytest.mark.parametrize(
+    "option", [("--concurrency", 0), ("--max-tokens", -1), ("--k", 0), ("--temperature", -1)]
+)
+def test_numbers_that_would_wait_for_ever_are_refused(
+    draft: Path, prompts: list[str], capsys: pytest.CaptureFixture[str], option: tuple[str, int]
+) -> None:
+    words = (draft, "--target", "fake/target", *prompts, "--url", "http://127.0.0.1:9", *option)
+    _, err = evaluate(capsys, *words, code=2)
+    assert option[0] in err
+
+
+def test_files_of_one_name_are_two_sources(tmp_path: Path) -> None:
+    paths = [str(tmp_path / folder / "test.jsonl") for folder in "ab"]
+    for path in paths:
+        Path(path).parent.mkdir()
+        Path(path).write_text('{"prompt": "x"}\n')
+    assert [each.source for each in held_out(paths, None)] == paths
+    assert [each.source for each in held_out(paths[:1], None)] == ["test"]
+
+
+def test_counters_that_are_no_numbers_are_passed_over() -> None:
+    name = "vllm:spec_decode_num_drafts_total"
+    assert from_metrics(f"{name} NaN\n{name} x\n{name} +Inf\n{name} 2") == Acceptance(drafts=2)

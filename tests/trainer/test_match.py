@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.errors import ConfigError, DatasetError, UsageError
+from draftmill.manifests.errors import ConfigError, DamagedError, DatasetError, UsageError
 from draftmill.manifests.target import TargetModel
 from draftmill.tools.init import create, target_settings
 from draftmill.tools.settings import load
@@ -102,6 +102,31 @@ def test_a_foreign_tokenizer_is_refused(own: Path, target: TargetModel, tmp_path
     check(own, replace(target, folder=folders["y"]))
 
 
+def test_a_last_completion_without_text_hides_nothing(target: TargetModel, tmp_path: Path) -> None:
+    """An answer may be all reasoning, or a call of a tool: the others still tell."""
+    folder = Path(shutil.copytree(target.folder, tmp_path / "y"))
+    save_tokenizer(folder, "y")
+    samples = tiny.random_samples(5)
+    for silent in range(5):
+        path = tmp_path / f"d{silent}"
+        some = [*samples]
+        some[silent] = replace(some[silent], text=None)
+        tiny.build_dataset(path, some)
+        with pytest.raises(DatasetError, match="reads the dataset's completions otherwise"):
+            check(path, replace(target, folder=folder))
+    tiny.build_dataset(tmp_path / "d", [replace(each, text=None) for each in samples])
+    check(tmp_path / "d", replace(target, folder=folder))
+
+
+def test_a_tokenizer_that_cannot_be_read_is_not_asked(
+    own: Path, target: TargetModel, tmp_path: Path
+) -> None:
+    for number, text in enumerate(("", "{", "[]", "{}", '{"model": 3}')):
+        folder = Path(shutil.copytree(target.folder, tmp_path / str(number)))
+        (folder / "tokenizer.json").write_text(text)
+        check(own, replace(target, folder=folder))
+
+
 def test_training_refuses_and_leaves_no_run(own: Path, target: TargetModel, tmp_path: Path) -> None:
     made_with(own, "generate", model="org/another")
     output = tmp_path / "run"
@@ -114,6 +139,23 @@ def test_training_refuses_and_leaves_no_run(own: Path, target: TargetModel, tmp_
             output=output,
         )
     assert not (output / "run.json").exists()
+    assert not (output / "plan.parquet").exists()
+
+
+def test_checkpoints_without_their_plan_do_not_go_on(
+    own: Path, target: TargetModel, tmp_path: Path
+) -> None:
+    """A new plan would have other samples, and the place in the old one would mean nothing."""
+    output = tmp_path / "run"
+    (output / "checkpoints" / "step-000003").mkdir(parents=True)
+    with pytest.raises(DamagedError, match=r"plan\.parquet is gone"):
+        train(
+            own,
+            TrainSettings(max_seq_len=60),
+            target=target,
+            target_layer_ids=tiny.LAYER_IDS,
+            output=output,
+        )
     assert not (output / "plan.parquet").exists()
 
 

@@ -133,6 +133,10 @@ def test_a_grown_dataset_keeps_the_samples_of_the_first_time(
     again = store.prepare(path, SETTINGS, target=target, folder=tmp_path / "f")
     assert again.plan.train.id.tolist() == first.plan.train.id.tolist()
     assert again.train_ratio == first.train_ratio
+    other = SETTINGS.draft_vocab_size + 7
+    larger = replace(SETTINGS, draft_vocab_size=other)
+    store.prepare(path, larger, target=target, folder=tmp_path / "f")
+    assert len(np.load(tmp_path / "f" / f"d2t-{other}.npy")) == other
 
 
 def test_without_validation_it_says_what_to_do(target: TargetModel, tmp_path: Path) -> None:

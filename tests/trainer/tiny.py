@@ -40,6 +40,7 @@ class Sample:
     completion: np.ndarray
     states: np.ndarray
     conversation: str
+    text: str | None = "x"
 
 
 def random_samples(count: int, seed: int = 0, longest: int = 40) -> list[Sample]:
@@ -150,7 +151,7 @@ def completion(sample: Sample) -> Completion:
     return Completion(
         prompt_token_ids=sample.prompt,
         completion_token_ids=sample.completion,
-        content="x",
+        content=sample.text,
         reasoning=None,
         finish_reason="stop",
     )
