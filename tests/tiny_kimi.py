@@ -30,7 +30,8 @@ _TEXT: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
-    "topk_method": "noaux_tc",  # vLLM looks for it
+    "topk_method": "noaux_tc",  # vLLM looks for it, and takes softmax where no scoring is named
+    "scoring_func": "sigmoid",
     "first_k_dense_replace": 1,
     "kv_lora_rank": 512,
     "q_lora_rank": 128,
