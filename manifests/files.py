@@ -6,7 +6,7 @@ the process at each of them and replay any prefix of them. What is written where
 DRAFTMILL_FAILPOINT=NAME[@N][=ACTION] acts at the N-th time (default 1) that NAME is reached.
 ACTION is `kill` (SIGKILL to this process, the default), `torn` (on a write: the first half of the
 bytes, then kill), `enospc` or `eio` (that OSError). DRAFTMILL_FAILPOINT_TRACE=FILE appends every
-name reached to FILE. Both are read when a process starts; `arm` sets the first one later.
+name reached to FILE. Both are read when a process starts; `arm` sets them later.
 """
 
 from __future__ import annotations
@@ -43,18 +43,20 @@ class _Failpoint:
 
 
 _armed: _Failpoint | None = None
-_trace = os.environ.get("DRAFTMILL_FAILPOINT_TRACE")
+_trace: str | None = None
 
 
-def arm(text: str) -> None:
-    """Set the failpoint NAME[@N][=ACTION] of this process, counting from now; "" sets none."""
-    global _armed
+def arm(text: str, trace: str | None = None) -> None:
+    """Set the failpoint NAME[@N][=ACTION] of this process, counting from now; "" sets none. With
+    `trace`, also the file that tells which were reached."""
+    global _armed, _trace
+    _trace = trace or _trace
     target, _, action = text.partition("=")
     name, _, count = target.partition("@")
     _armed = _Failpoint(name, int(count or 1), action) if name else None
 
 
-arm(os.environ.get("DRAFTMILL_FAILPOINT", ""))
+arm(os.environ.get("DRAFTMILL_FAILPOINT", ""), os.environ.get("DRAFTMILL_FAILPOINT_TRACE"))
 
 
 def reach(name: str) -> str | None:

@@ -85,14 +85,17 @@ def open_checkpoint(
     size = settings.draft_vocab_size
     if not finetune.new_vocab:
         size = len(target_ids_of(files.weights, target.vocab_size))
-    shape = replace(
-        settings,
-        draft_vocab_size=size,
-        num_layers=int(files.decoder.get("num_hidden_layers") or settings.num_layers),
-        norm_before_residual=bool(files.config.get("norm_before_residual")),
-        norm_before_fc=bool(files.config.get("norm_before_fc")),
-        norm_output=bool(files.config.get("norm_output")),
-    )
+    try:
+        shape = replace(
+            settings,
+            draft_vocab_size=size,
+            num_layers=int(files.decoder.get("num_hidden_layers") or settings.num_layers),
+            norm_before_residual=bool(files.config.get("norm_before_residual")),
+            norm_before_fc=bool(files.config.get("norm_before_fc")),
+            norm_output=bool(files.config.get("norm_output")),
+        )
+    except ValueError as error:
+        raise ConfigError(f"{folder}: its config cannot be that of a draft: {error}") from error
     return Start(
         files=files,
         settings=shape,

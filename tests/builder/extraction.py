@@ -15,6 +15,7 @@ import numpy as np
 from draftmill.builder.budget import Budget
 from draftmill.builder.extraction.stage import ExtractSettings, Layers, extract
 from draftmill.builder.progress import OnProgress, StageReport
+from draftmill.manifests import files
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.target import TargetModel
 from draftmill.manifests.types import Attempt, Completion, Location, Prompt, Result
@@ -112,6 +113,10 @@ def run_in_process(
 ) -> None:
     """The target of a process that a test kills."""
     os.environ.update(environment)
+    # Its modules were imported before this process was split off.
+    files.arm(
+        environment.get("DRAFTMILL_FAILPOINT", ""), environment.get("DRAFTMILL_FAILPOINT_TRACE")
+    )
     asyncio.run(run(Dataset.open(path), url, Path(staging), **settings))
 
 
