@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from draftmill.builder.budget import Budget, Reservation
 from draftmill.builder.extraction.intake import Layers, LengthMismatchError, Rooms, take_in
@@ -25,6 +25,7 @@ from draftmill.builder.requests.failures import (
     ServerFailedError,
 )
 from draftmill.builder.requests.retry_policy import RetryBudget, RetryPolicy, retried
+from draftmill.builder.requests.tries import Tries
 from draftmill.manifests.codec_names import BLOCK_TOKENS, worst_case_bytes
 from draftmill.manifests.errors import (
     PermanentError,
@@ -45,7 +46,6 @@ from draftmill.manifests.types import (
     TokenIds,
 )
 
-_FREE_MOVES = 5
 # Header of a record, and one entry of it for each block.
 _RECORD_BYTES = 4096
 _BLOCK_ENTRY_BYTES = 256
@@ -54,17 +54,6 @@ STAGED_BYTES = 64 << 10
 
 Deliver = Callable[[Result, int, Callable[[], None] | None], Awaitable[None]]
 BeforeSample = Callable[[ExtractServer, TokenIds], Awaitable[None]]
-
-
-@dataclass(slots=True)
-class _Try:
-    """The last try of a sample: what its attempt in the history will say."""
-
-    started_at: float = 0.0
-    started: float = 0.0
-    queue_s: float = 0.0
-    deadline_s: float | None = None
-    endpoint: str | None = None
 
 
 class SampleRunner:
@@ -129,10 +118,8 @@ class _Sample:
         if len(self.ids) == runner.servers.max_model_len:
             # A sample that fills the context, and a server generates at least one token.
             self.ids = self.ids[:-1]
-        self.tries = 0
-        self.moves = 0
         self.patience = 1.0
-        self.last = _Try()
+        self.tries = Tries()
 
     async def run(self) -> None:
         refusal = self._refusal()
@@ -180,23 +167,14 @@ class _Sample:
         while True:
             waited = time.monotonic()
             server = await runner.servers.acquire(len(self.ids), runner.settings.give_up_s)
-            self.last = _Try(
-                started_at=time.time(),
-                started=time.monotonic(),
-                queue_s=time.monotonic() - waited,
-                endpoint=server.name,
-            )
-            self.tries += 1
+            self.tries.begin(server.name, waited_since=waited)
             try:
                 await self._try(server)
             except WrongStatesError:
                 raise
             except (UnreachableError, ServerError) as error:
                 runner.servers.lost(server, error)
-                self.moves += 1
-                if self.moves > _FREE_MOVES:  # perhaps it is this very sample that kills servers
-                    raise TransientError(f"moved {self.moves} times, at last: {error}") from error
-                self.tries -= 1
+                self.tries.take_back(error)
             else:
                 return
 
@@ -244,7 +222,7 @@ class _Sample:
         return _RECORD_BYTES + _BLOCK_ENTRY_BYTES * (1 + len(self.ids) // BLOCK_TOKENS)
 
     async def _prefill(self, server: ExtractServer, request_id: str) -> str:
-        self.last.deadline_s = server.deadline_s(self.patience)
+        self.tries.deadline_s = server.deadline_s(self.patience)
         try:
             return await server.prefill(self.ids, request_id, self.patience)
         except TimedOutError:
@@ -306,22 +284,17 @@ class _Sample:
         return replace(result, attempt=replace(result.attempt, http_status=error.http_status))
 
     def _result(self, outcome: Outcome, error_class: str | None, error: str | None) -> Result:
-        last = self.last
         prompt_tokens = len(self.sample.completion.prompt_token_ids)
         attempt = Attempt(
             id=self.sample.id,
             stage="extract",
-            attempt=self.sample.attempts + max(1, self.tries),
+            attempt=self.tries.number(self.sample.attempts),
             outcome=outcome,
             error_class=error_class,
             error=error,
             finish_reason="length" if len(self.ids) < self.length else None,
             prompt_tokens=min(prompt_tokens, len(self.ids)),
             completion_tokens=max(0, len(self.ids) - prompt_tokens),
-            queue_s=last.queue_s,
-            total_s=time.monotonic() - last.started if last.started else None,
-            deadline_s=last.deadline_s,
-            endpoint=last.endpoint,
-            started_at=last.started_at,
+            **self.tries.facts(),
         )
         return Result(attempt=attempt, hash=self.sample.hash)

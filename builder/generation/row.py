@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from draftmill.builder.generation import gates
 from draftmill.builder.generation.endpoint import Endpoint
@@ -22,6 +22,7 @@ from draftmill.builder.generation.room import (
 from draftmill.builder.generation.settings import GenerateSettings
 from draftmill.builder.requests.failures import NoTokenizerError
 from draftmill.builder.requests.retry_policy import RetryBudget, RetryPolicy, retried
+from draftmill.builder.requests.tries import Tries
 from draftmill.manifests.errors import (
     PermanentError,
     RejectedError,
@@ -33,19 +34,7 @@ from draftmill.manifests.errors import (
 )
 from draftmill.manifests.types import Attempt, Completion, Outcome, PendingPrompt, Result
 
-FREE_MOVES = 5
 CONTEXT_WORDS = "maximum context length"
-
-
-@dataclass(slots=True)
-class _Try:
-    """The last try of a row: what its attempt in the history will say."""
-
-    started_at: float = 0.0
-    started: float = 0.0
-    queue_s: float = 0.0
-    deadline_s: float | None = None
-    endpoint: str | None = None
 
 
 class RowRunner:
@@ -95,9 +84,7 @@ class _Row:
         self.slot: Endpoint | None = slot
         self.tokens = tokens
         self.patience = patience
-        self.tries = 0
-        self.moves = 0
-        self.last = _Try()
+        self.tries = Tries()
 
     async def result(self) -> Result:
         try:
@@ -125,23 +112,14 @@ class _Row:
             waited = time.monotonic()
             endpoint = self.slot or await self.runner._pool.acquire(self.tokens)
             self.slot = endpoint
-            self.last = _Try(
-                started_at=time.time(),
-                started=time.monotonic(),
-                queue_s=time.monotonic() - waited,
-                endpoint=endpoint.name,
-            )
-            self.tries += 1
+            self.tries.begin(endpoint.name, waited_since=waited)
             try:
                 return await self._ask(endpoint)
             except (UnreachableError, ServerError) as error:
                 if isinstance(error, NoTokenizerError):
                     endpoint.die(str(error))
                 endpoint.go_down(str(error))
-                self.moves += 1
-                if self.moves > FREE_MOVES:  # perhaps it is this very prompt that kills servers
-                    raise TransientError(f"moved {self.moves} times, at last: {error}") from error
-                self.tries -= 1
+                self.tries.take_back(error)
             finally:
                 self._give_back(endpoint)
 
@@ -165,7 +143,7 @@ class _Row:
                 exact=exact,
             )
             try:
-                completion, self.last.deadline_s = await endpoint.ask(
+                completion, self.tries.deadline_s = await endpoint.ask(
                     conversation, self.runner._sampling, max_tokens, self.patience
                 )
                 return completion
@@ -210,11 +188,10 @@ class _Row:
     def _attempt(
         self, outcome: Outcome, error: RequestError | None, completion: Completion | None = None
     ) -> Result:
-        last = self.last
         attempt = Attempt(
             id=self.row.id,
             stage="generate",
-            attempt=self.row.attempts + max(1, self.tries),
+            attempt=self.tries.number(self.row.attempts),
             outcome=outcome,
             error_class=None if error is None else type(error).__name__,
             error=None if error is None else str(error),
@@ -225,10 +202,6 @@ class _Row:
             reasoning_tokens=None
             if completion is None
             else completion.extra.get("reasoning_tokens"),
-            queue_s=last.queue_s,
-            total_s=time.monotonic() - last.started,
-            deadline_s=last.deadline_s,
-            endpoint=last.endpoint,
-            started_at=last.started_at,
+            **self.tries.facts(),
         )
         return Result(attempt=attempt, hash=self.row.hash)
