@@ -15,31 +15,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from draftmill.manifests.numbers import (
+    E4M3_MAX,
+    Floats,
+    from_e4m3,
+    to_e4m3,
+    to_floats,
+    to_words,
+)
+from draftmill.manifests.output_head import OutputHead
 from draftmill.manifests.target import TargetModel
 
 Words = NDArray[np.uint16]
-Floats = NDArray[np.float32]
 
-FP8_MAX = 448.0  # e4m3 without infinities
-FP8_MANTISSA_BITS = 3
-FP8_MIN_EXPONENT = -6
-_KL_TOKENS = 64  # logits of that many tokens at a time: 2 x 64 x V float32
-_HEAD_ROWS = 8192  # of the lm_head at a time
-
-
-def to_floats(words: NDArray[Any]) -> Floats:
-    """bf16 bit patterns as float32; float arrays as they are."""
-    if words.dtype != np.uint16:
-        return words.astype(np.float32)
-    floats: Floats = (words.astype(np.uint32) << 16).view(np.float32)
-    return floats
-
-
-def to_words(floats: Floats) -> Words:
-    """float32 as bf16 bit patterns, rounded to nearest, ties to even; finite values only."""
-    bits = np.ascontiguousarray(floats, np.float32).view(np.uint32)
-    words: Words = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    return words
+_KL_TOKENS = 64  # so many at a time: 2 x 64 x V float32
 
 
 def relative_error_by_layer(exact_TLH: Words, decoded_TLH: Words) -> list[float]:
@@ -73,53 +62,28 @@ def fp8_round_trip(states_TLH: Words) -> tuple[NDArray[np.uint8], Words]:
     decoded = np.empty(states_TLH.shape, np.uint16)
     for layer in range(states_TLH.shape[1]):
         floats = to_floats(states_TLH[:, layer])
-        scale = np.abs(floats).max(axis=1, keepdims=True) / np.float32(FP8_MAX)
+        scale = np.abs(floats).max(axis=1, keepdims=True) / np.float32(E4M3_MAX)
         scale[scale == 0] = 1
-        scaled = floats / scale
-        exponent = np.where(scaled == 0, FP8_MIN_EXPONENT, np.frexp(scaled)[1] - 1)
-        exponent = np.maximum(exponent, FP8_MIN_EXPONENT)
-        step = np.ldexp(np.float32(1), exponent - FP8_MANTISSA_BITS)
-        units = np.minimum(np.rint(np.abs(scaled) / step), FP8_MAX / step)
-        # rounding up to the next power of two moves to the next exponent
-        code = (exponent - FP8_MIN_EXPONENT).astype(np.int64) * 8 + units.astype(np.int64)
-        stored[:, layer] = np.signbit(floats) * 128 + np.minimum(code, 126)
-        decoded[:, layer] = to_words(np.copysign(units * step, floats) * scale)
+        stored[:, layer] = to_e4m3(floats / scale)
+        decoded[:, layer] = to_words(from_e4m3(stored[:, layer]) * scale)
     return stored, decoded
 
 
 def kl_through_lm_head(target: TargetModel, exact_TH: Words, decoded_TH: Words) -> float:
     """Mean over tokens of KL(exact || decoded) in nats, of the target's next-token distributions.
 
-    The states are those of the last layer, before the final norm. Both are taken through norm and
-    lm_head in float32; of the lm_head a slice at a time is in memory. Raises ConfigError where the
-    target's weights are not at hand.
+    The states are those of the last layer, before the final norm. Raises ConfigError where the
+    target's weights are not at hand or its output head is not known.
     """
-    weight = to_floats(target.final_norm())
-    if target.norm_adds_one:
-        weight = weight + 1
-    epsilon = float(target.text_config.get("rms_norm_eps", 1e-6))
+    head = OutputHead.of(target)
     total = 0.0
     for start in range(0, len(exact_TH), _KL_TOKENS):
         rows = slice(start, start + _KL_TOKENS)
-        both = np.stack([to_floats(exact_TH[rows]), to_floats(decoded_TH[rows])])
-        exact, other = _log_probabilities(both, weight, target, epsilon)
+        # together, so that the lm_head is read once
+        both = np.concatenate([to_floats(exact_TH[rows]), to_floats(decoded_TH[rows])])
+        exact, other = np.split(head.log_probabilities(both), 2)
         total += float((np.exp(exact) * (exact - other)).sum(dtype=np.float64))
     return total / max(1, len(exact_TH))
-
-
-def _log_probabilities(
-    states: Floats, weight: Floats, target: TargetModel, epsilon: float
-) -> Floats:
-    """[..., T, V] from last-layer states [..., T, H]."""
-    mean_square = np.mean(states * states, axis=-1, keepdims=True)
-    normed = states / np.sqrt(mean_square + epsilon) * weight
-    logits: Floats = np.empty((*states.shape[:-1], target.vocab_size), np.float32)
-    for start in range(0, target.vocab_size, _HEAD_ROWS):
-        rows = np.arange(start, min(start + _HEAD_ROWS, target.vocab_size))
-        logits[..., rows] = normed @ to_floats(target.lm_head(rows)).T
-    logits -= logits.max(axis=-1, keepdims=True)
-    logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    return logits
 
 
 def _layers(exact_TLH: Words, decoded_TLH: Words) -> list[tuple[Words, Words]]:

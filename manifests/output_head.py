@@ -9,28 +9,18 @@ Legend: T tokens, H hidden size, V vocabulary, K wanted tokens at each position.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.manifests.errors import ConfigError
+from draftmill.manifests.numbers import Floats, to_floats
 from draftmill.manifests.target import TargetModel
-
-Floats = NDArray[np.float32]
 
 # Bytes of lm_head in float32 at a time.
 _SLICE_BYTES = 64 << 20
 # Fields that change logits in ways that are not computed here. 1 or null leave them as they are.
 _UNKNOWN_FIELDS = ("lm_head_multiplier", "mup_width_multiplier", "output_multiplier_scale")
-
-
-def as_floats(values: NDArray[Any]) -> Floats:
-    """bf16 bit patterns (uint16) as float32; float arrays converted."""
-    if values.dtype == np.uint16:
-        floats: Floats = (values.astype(np.uint32) << 16).view(np.float32)
-        return floats
-    return values.astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +73,7 @@ class OutputHead:
 
     def normalised(self, states_TH: Floats) -> Floats:
         """The states after the final norm."""
-        weight = as_floats(self.target.final_norm())
+        weight = to_floats(self.target.final_norm())
         if self.target.norm_adds_one:
             weight = weight + 1
         mean_square = np.mean(states_TH * states_TH, axis=1, keepdims=True)
@@ -98,16 +88,15 @@ class OutputHead:
         `norm` False leaves the final norm out, for states that are suspected to have it already.
         """
         ready_TH = self.normalised(states_TH) if norm else states_TH
-        num_tokens, vocab_size = len(ready_TH), self.target.vocab_size
-        rows = max(1, _SLICE_BYTES // (4 * self.target.hidden_size))
+        num_tokens = len(ready_TH)
         most_T = np.full(num_tokens, -np.inf, np.float32)
         sum_T = np.zeros(num_tokens, np.float64)
         largest_T = np.zeros(num_tokens, np.float32)
         first_T = np.zeros(num_tokens, np.int64)
         wanted = np.zeros(wanted_TK.shape, np.float32)
-        for start in range(0, vocab_size, rows):
-            stop = min(start + rows, vocab_size)
-            logits = self._logits(ready_TH, slice(start, stop))
+        for rows in self._slices():
+            start, stop = rows.start, rows.stop
+            logits = self._logits(ready_TH, rows)
             best_T = logits.argmax(axis=1)
             peak_T = logits[np.arange(num_tokens), best_T]
             first_T = np.where(peak_T > most_T, best_T + start, first_T)
@@ -124,8 +113,24 @@ class OutputHead:
         step_T = np.ldexp(np.float32(1), exponent_T - 8).astype(np.float32)
         return Scores(wanted_TK=wanted - total_T[:, None], first_T=first_T, step_T=step_T)
 
+    def log_probabilities(self, states_TH: Floats) -> Floats:
+        """[T, V] of all next tokens, from states of the last layer before the final norm."""
+        ready_TH = self.normalised(states_TH)
+        logits: Floats = np.empty((len(ready_TH), self.target.vocab_size), np.float32)
+        for rows in self._slices():
+            logits[:, rows] = self._logits(ready_TH, rows)
+        logits -= logits.max(axis=1, keepdims=True)
+        logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        return logits
+
+    def _slices(self) -> list[slice]:
+        """The vocabulary in pieces whose rows of the lm_head fit the memory for them."""
+        vocab_size = self.target.vocab_size
+        rows = max(1, _SLICE_BYTES // (4 * self.target.hidden_size))
+        return [slice(at, min(at + rows, vocab_size)) for at in range(0, vocab_size, rows)]
+
     def _logits(self, ready_TH: Floats, rows: slice) -> Floats:
-        weight = as_floats(self.target.lm_head(rows))
+        weight = to_floats(self.target.lm_head(rows))
         logits: Floats = ready_TH @ weight.T
         if self.scale != 1:
             logits *= np.float32(self.scale)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from draftmill.manifests import files
 from draftmill.manifests.errors import DamagedError, RejectedError, SourceFileError
+from draftmill.manifests.numbers import E4M3_MAX, from_e4m3, to_e4m3, to_floats, to_words
 from draftmill.manifests.types import StatesTLH
 
 ARROW = "data-00000-of-00001.arrow"
@@ -282,45 +283,18 @@ def _array(path: Path, entry: Mapping[str, Any], start: int) -> NDArray[Any]:
 
 # -- fp8 -----------------------------------------------------------------------------------------
 
-FP8_MAX = 448.0
-
-
-def _fp8_values() -> NDArray[np.float32]:
-    """The value of every e4m3 code from 0 to 126 (no infinities; 127 is NaN)."""
-    code = np.arange(127)
-    exponent, mantissa = code >> 3, code & 7
-    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
-    return np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal).astype(np.float32)
-
-
-_VALUES = _fp8_values()
-_MIDDLES = (_VALUES[1:] + _VALUES[:-1]) / 2
-
 
 def to_fp8(states_TLH: StatesTLH) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """(e4m3 codes [T, L, H], scales float32 [T, 1, 1]): the largest of a token becomes 448.
 
     Rounded to nearest, ties to even. The states are finite.
     """
-    floats = (states_TLH.astype(np.uint32) << 16).view(np.float32)
+    floats = to_floats(states_TLH)
     peak = np.abs(floats).max(axis=(1, 2), keepdims=True)
-    scales = np.maximum(peak / np.float32(FP8_MAX), np.float32(1e-12))
-    scaled = floats / scales
-    size = np.minimum(np.abs(scaled), np.float32(FP8_MAX))
-    codes = np.searchsorted(_MIDDLES, size).astype(np.uint8)
-    tie = _MIDDLES[np.minimum(codes, len(_MIDDLES) - 1)] == size
-    codes += (tie & (codes & 1 == 1)).astype(np.uint8)
-    return codes | (np.signbit(scaled).astype(np.uint8) << 7), scales
+    scales = np.maximum(peak / np.float32(E4M3_MAX), np.float32(1e-12))
+    return to_e4m3(floats / scales), scales
 
 
 def from_fp8(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> StatesTLH:
     """bf16 bit patterns of codes times scales, the scale and the product rounded to bf16."""
-    floats = np.where(codes & 127 == 127, np.nan, _VALUES[np.minimum(codes & 127, 126)])
-    product = floats * (_to_words(scales).astype(np.uint32) << 16).view(np.float32)
-    return _to_words(np.where(codes & 128, -product, product).astype(np.float32))
-
-
-def _to_words(floats: NDArray[np.float32]) -> NDArray[np.uint16]:
-    bits = np.ascontiguousarray(floats, np.float32).view(np.uint32)
-    words: NDArray[np.uint16] = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    return words
+    return to_words(from_e4m3(codes) * to_floats(to_words(scales)))

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.builder.extraction.probe import Probe, Said
-from draftmill.manifests.output_head import OutputHead, as_floats
+from draftmill.manifests.numbers import to_floats
+from draftmill.manifests.output_head import OutputHead
 
 Floats = NDArray[np.float32]
 
@@ -112,7 +113,7 @@ def _difference(
     norm: bool = True,
 ) -> Difference:
     said, rows = chosen.said, chosen.rows
-    scores = head.scores(as_floats(states_TH[rows]), chosen.tokens_TK, norm=norm)
+    scores = head.scores(to_floats(states_TH[rows]), chosen.tokens_TK, norm=norm)
     known = said.first_T[rows] >= 0
     first_T = np.where(known, said.first_log_probs_T[rows], said.log_probs_T[rows])
     off_TK = np.abs(scores.wanted_TK - np.stack([said.log_probs_T[rows], first_T], 1))
@@ -169,7 +170,7 @@ def match_layers(
     for place, layer_id in enumerate(layer_ids):
         if layer_id not in reference:
             continue
-        states_TH = as_floats(states_TLH[:, place])
+        states_TH = to_floats(states_TLH[:, place])
         errors = {other: _relative(states_TH, wanted) for other, wanted in reference.items()}
         order = sorted(errors, key=errors.__getitem__)
         found.append(

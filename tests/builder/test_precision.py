@@ -18,9 +18,9 @@ from draftmill.manifests.codec_error import (
     error_sums,
     kl_through_lm_head,
     relative_error_by_layer,
-    to_words,
 )
 from draftmill.manifests.dataset import Dataset
+from draftmill.manifests.numbers import to_words
 from draftmill.manifests.types import StatesTLH
 from tests.builder.extraction import LAYERS, make_dataset, run
 from tests.fakes.target_server import TargetServer

@@ -21,7 +21,8 @@ from draftmill.builder.extraction.staging import Staging
 from draftmill.builder.requests.client import TargetClient
 from draftmill.builder.serving.launcher import Server
 from draftmill.manifests.errors import WrongStatesError
-from draftmill.manifests.output_head import OutputHead, as_floats
+from draftmill.manifests.numbers import to_floats
+from draftmill.manifests.output_head import OutputHead
 from draftmill.manifests.target import TargetModel
 from draftmill.tools.embedded import MODEL_NAME
 from tests.builder.extraction import make_dataset, run
@@ -110,7 +111,7 @@ def test_wrong_layers_of_a_real_model_are_named(target: TargetModel, probe: Prob
 def test_noise_that_leaves_most_choices_alone_is_seen(target: TargetModel, probe: Probe) -> None:
     head = OutputHead.of(target)
     assert last_layer(head, probe).ok
-    last_TH = as_floats(probe.states_TLH[:, -1])
+    last_TH = to_floats(probe.states_TLH[:, -1])
     noise_TH = np.random.default_rng(0).normal(size=last_TH.shape).astype(np.float32)
     sizes_T = np.linalg.norm(last_TH, axis=1) / np.linalg.norm(noise_TH, axis=1)
     noisy_TH = last_TH + 0.05 * sizes_T[:, None] * noise_TH

@@ -19,7 +19,7 @@ from draftmill.builder.extraction.stage import extract
 from draftmill.builder.progress import StageReport
 from draftmill.builder.serving.launcher import Server, ServeSettings
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.output_head import as_floats
+from draftmill.manifests.numbers import to_floats
 from draftmill.manifests.target import TargetModel
 from draftmill.manifests.types import Location
 from draftmill.tools.init import create, target_settings
@@ -104,7 +104,7 @@ def test_states_of_kimi_are_those_of_transformers(tmp_path: Path) -> None:
     with dataset.reader() as reader:
         for row in reader.extracted().to_pylist():
             at = [row[f"extract_{part}"] for part in ("shard", "offset", "length")]
-            states_TLH = as_floats(reader.shards.states(Location(*at)))
+            states_TLH = to_floats(reader.shards.states(Location(*at)))
             wanted = reference_states(kimi, list(TEXTS[row["id"] - 1]))
             for place, layer_id in enumerate(SHAPE.layer_ids):
                 errors = [relative_error(states_TLH[:, place], other) for other in wanted]

@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from draftmill.manifests import codec_error
+from draftmill.manifests.numbers import to_floats, to_words
 from draftmill.manifests.target import TargetModel
 
 
 def normal_words(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.uint16]:
     floats = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    return codec_error.to_words(floats)
+    return to_words(floats)
 
 
 def tiny_target(folder: Path, *, vocab_size: int = 50, hidden_size: int = 16) -> TargetModel:
@@ -46,7 +47,7 @@ def tiny_target(folder: Path, *, vocab_size: int = 50, hidden_size: int = 16) ->
 
 def test_words_round_to_nearest_even() -> None:
     floats = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, -1.0 - 2**-8 - 2**-20], np.float32)
-    assert codec_error.to_words(floats).tolist() == [0x3F80, 0x3F80, 0x3F82, 0xBF81]
+    assert to_words(floats).tolist() == [0x3F80, 0x3F80, 0x3F82, 0xBF81]
 
 
 def test_error_by_layer() -> None:
@@ -54,7 +55,7 @@ def test_error_by_layer() -> None:
     decoded = exact.copy()
     decoded[:, 1, 3] = 0
     whole = codec_error.relative_error_by_layer(exact, decoded)
-    floats = codec_error.to_floats(exact[:, 1])
+    floats = to_floats(exact[:, 1])
     assert whole[0] == 0
     assert whole[1] == pytest.approx(np.linalg.norm(floats[:, 3]) / np.linalg.norm(floats))
     # one channel of eight is lost: the median channel is not
@@ -74,7 +75,7 @@ def test_fp8_is_the_e4m3_of_torch() -> None:
     exact[5, 0] = 0
     exact[6, 1, 7] = 0x46C3  # an outlier pushes the rest of its token into fp8's subnormals
     stored, decoded = codec_error.fp8_round_trip(exact)
-    floats = codec_error.to_floats(exact)
+    floats = to_floats(exact)
     scale = np.abs(floats).max(axis=2, keepdims=True) / np.float32(448)
     scale[scale == 0] = 1
     wanted = torch.from_numpy(floats / scale).to(torch.float8_e4m3fn)
@@ -89,7 +90,7 @@ def test_kl_through_lm_head(tmp_path: Path) -> None:
     assert codec_error.kl_through_lm_head(target, exact, exact) == pytest.approx(0, abs=1e-6)
 
     def probabilities(words: NDArray[np.uint16]) -> NDArray[np.float64]:
-        states = codec_error.to_floats(words).astype(np.float64)
+        states = to_floats(words).astype(np.float64)
         normed = states / np.sqrt((states**2).mean(axis=1, keepdims=True) + 1e-5)
         logits = (normed * target.final_norm()) @ target.lm_head().T.astype(np.float64)
         weights = np.exp(logits)

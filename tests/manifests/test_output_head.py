@@ -62,7 +62,7 @@ def test_scores_are_torchs(
     monkeypatch.setattr(output_head, "_SLICE_BYTES", 4 * HIDDEN * 64)
     target, head = make(tmp_path / "m", **config)
     states = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(1)) * 3
-    weight = torch.from_numpy(output_head.as_floats(target.final_norm()))
+    weight = torch.from_numpy(output_head.to_floats(target.final_norm()))
     weight = weight + 1 if config.get("model_type") == "gemma2" else weight
     normalised = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
     wanted = change(normalised @ head.float().T).log_softmax(-1)
@@ -78,7 +78,7 @@ def test_a_step_is_that_of_bf16(tmp_path: Path) -> None:
     target, head = make(tmp_path / "m")
     states = np.ones((3, HIDDEN), np.float32) * [[1], [10], [100]]
     scores = OutputHead.of(target).scores(states.astype(np.float32), np.zeros((3, 1), np.int64))
-    largest = (torch.from_numpy(output_head.as_floats(target.final_norm())) @ head.float().T).abs()
+    largest = (torch.from_numpy(output_head.to_floats(target.final_norm())) @ head.float().T).abs()
     exact = largest.max().to(torch.bfloat16)
     step = (exact.view(torch.int16) + 1).view(torch.bfloat16).float() - exact.float()
     np.testing.assert_allclose(scores.step_T, step.item())

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from draftmill.manifests import codec
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.manifest import Manifest
+from draftmill.manifests.numbers import to_words
 from draftmill.manifests.target import TargetModel
 from draftmill.manifests.types import Attempt, Completion, Prompt, Result, StatesPayload
 from draftmill.tools.bench.shards import Words, load_states
@@ -113,8 +114,7 @@ def _states(bench: Bench, rng: np.random.Generator) -> Words:
     scale = np.exp(rng.normal(0, 0.7, (1, bench.layers, bench.hidden_size)))
     shape = (tokens, bench.layers, bench.hidden_size)
     values = rng.standard_normal(shape, np.float32) * scale.astype(np.float32)
-    words: Words = (values.view(np.uint32) >> 16).astype(np.uint16)
-    return words
+    return to_words(values)
 
 
 def _prompt(number: int) -> Prompt:
