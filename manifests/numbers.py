@@ -44,10 +44,11 @@ _MIDDLES = (_E4M3[1:] + _E4M3[:-1]) / 2
 def to_e4m3(floats: Floats) -> NDArray[np.uint8]:
     """Finite float32 as e4m3 codes: to nearest, ties to even, 448 for what is larger."""
     size = np.minimum(np.abs(floats), np.float32(E4M3_MAX))
-    codes = np.searchsorted(_MIDDLES, size).astype(np.uint8)
+    codes: NDArray[np.uint8] = np.searchsorted(_MIDDLES, size).astype(np.uint8)
     tie = _MIDDLES[np.minimum(codes, len(_MIDDLES) - 1)] == size
     codes += (tie & (codes & 1 == 1)).astype(np.uint8)
-    return codes | (np.signbit(floats).astype(np.uint8) << 7)
+    codes |= np.signbit(floats).astype(np.uint8) << 7
+    return codes
 
 
 def from_e4m3(codes: NDArray[np.uint8]) -> Floats:

@@ -168,3 +168,20 @@ class Result:
     hash: str
     completion: Completion | None = None
     states: StatesPayload | None = None
+
+    @classmethod
+    def taken_over(
+        cls, prompt: PendingPrompt, completion: Completion, endpoint: str | None = None
+    ) -> Result:
+        """A completion that was made elsewhere, as the next attempt of its prompt."""
+        attempt = Attempt(
+            id=prompt.id,
+            stage="generate",
+            attempt=prompt.attempts + 1,
+            outcome="generated",
+            finish_reason=completion.finish_reason,
+            prompt_tokens=len(completion.prompt_token_ids),
+            completion_tokens=len(completion.completion_token_ids),
+            endpoint=endpoint,
+        )
+        return cls(attempt=attempt, hash=prompt.hash, completion=completion)

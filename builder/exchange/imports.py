@@ -199,17 +199,7 @@ class _Import:
             if (sample := self._sample(prompt.hash)) is None:
                 continue
             completion = sample.completion
-            attempt = Attempt(
-                id=prompt.id,
-                stage="generate",
-                attempt=prompt.attempts + 1,
-                outcome="generated",
-                finish_reason=completion.finish_reason,
-                prompt_tokens=len(completion.prompt_token_ids),
-                completion_tokens=len(completion.completion_token_ids),
-                endpoint=f"import {self.source}",
-            )
-            result = Result(attempt=attempt, hash=prompt.hash, completion=completion)
+            result = Result.taken_over(prompt, completion, endpoint=f"import {self.source}")
             self._put(result, 8 * len(completion.token_ids) + 4096)
             self.report.completions += 1
         self._commit()

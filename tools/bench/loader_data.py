@@ -124,15 +124,6 @@ def _prompt(number: int) -> Prompt:
 
 
 def _generated(prompt: Any, ids: NDArray[np.int32], split: int) -> Result:
-    attempt = Attempt(
-        id=prompt.id,
-        stage="generate",
-        attempt=prompt.attempts + 1,
-        outcome="generated",
-        finish_reason="stop",
-        prompt_tokens=split,
-        completion_tokens=len(ids) - split,
-    )
     completion = Completion(
         prompt_token_ids=ids[:split],
         completion_token_ids=ids[split:],
@@ -140,7 +131,7 @@ def _generated(prompt: Any, ids: NDArray[np.int32], split: int) -> Result:
         reasoning=None,
         finish_reason="stop",
     )
-    return Result(attempt=attempt, hash=prompt.hash, completion=completion)
+    return Result.taken_over(prompt, completion)
 
 
 def _extracted(generated: Any, states: Words, bench: Bench) -> Result:

@@ -150,16 +150,7 @@ def _completions(
 
 def _generated(reader: DatasetReader, prompt: PendingPrompt, source: _Source) -> Result:
     completion = _cut(reader.shards.completion(source.completion), source.wanted.supervised)
-    attempt = Attempt(
-        id=prompt.id,
-        stage="generate",
-        attempt=prompt.attempts + 1,
-        outcome="generated",
-        finish_reason=completion.finish_reason,
-        prompt_tokens=len(completion.prompt_token_ids),
-        completion_tokens=len(completion.completion_token_ids),
-    )
-    return Result(attempt=attempt, hash=prompt.hash, completion=completion)
+    return Result.taken_over(prompt, completion)
 
 
 def _cut(completion: Completion, supervised: int | None) -> Completion:
