@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from draftmill.manifests import files, lock, prompts
+from draftmill.manifests import files, fingerprints, lock, prompts
 from draftmill.manifests.errors import DatasetError, LockedError
 from draftmill.manifests.layout import Layout
 from draftmill.manifests.manifest import Manifest, ManifestDamaged
@@ -208,6 +208,10 @@ class DatasetReader:
     def meta(self, key: str) -> str | None:
         """A value of the manifest's table `meta`, None when it has none."""
         return self.manifest.meta(key)
+
+    def settings_of(self, stage: str) -> dict[str, Any]:
+        """The settings that the dataset's samples of a stage were made with; {} before any."""
+        return fingerprints.stored(self.manifest, stage)
 
     def extracted(self) -> pa.Table:
         """Every sample that can be trained on, in id order, with where its records lie."""

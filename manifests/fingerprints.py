@@ -15,6 +15,12 @@ from draftmill.manifests.errors import SettingsMismatch
 from draftmill.manifests.manifest import Manifest
 
 
+def stored(manifest: Manifest, stage: str) -> dict[str, Any]:
+    """The settings that the samples of a stage were made with; {} before any."""
+    found: dict[str, Any] = json.loads(manifest.meta(f"settings.{stage}") or "{}")
+    return found
+
+
 def check(
     manifest: Manifest,
     dataset: Path,
@@ -28,16 +34,14 @@ def check(
 
     Raises SettingsMismatch with each field that differs, the stored value and the new one.
     """
-    key = f"settings.{stage}"
-    text = manifest.meta(key)
     new = json.loads(json.dumps(dict(values)))
-    stored = new if text is None else json.loads(text)
+    old = stored(manifest, stage) or new
     wrong = [
-        f"{meaning.get(name, name)} is {stored.get(name)!r} in the dataset and "
+        f"{meaning.get(name, name)} is {old.get(name)!r} in the dataset and "
         f"{new.get(name)!r} in this run"
-        for name in sorted({*stored, *new})
-        if stored.get(name) != new.get(name)
-        and not (name in growable and stored.get(name, 0) <= new.get(name, 0))
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name)
+        and not (name in growable and old.get(name, 0) <= new.get(name, 0))
     ]
     if wrong:
         raise SettingsMismatch(
@@ -46,8 +50,8 @@ def check(
             + ". Go back to the stored values, or start a new dataset."
         )
     tag = record.settings_tag(new)
-    if text is None or stored != new:
+    if stored(manifest, stage) != new:
         with manifest.transaction("fingerprint"):
-            manifest.set_meta(key, json.dumps(new, sort_keys=True))
+            manifest.set_meta(f"settings.{stage}", json.dumps(new, sort_keys=True))
             manifest.set_meta(f"fingerprint.{stage}", tag)
     return tag

@@ -261,7 +261,7 @@ class DatasetWriter:
     def settings_of(self, stage: str) -> dict[str, Any]:
         """The settings that the dataset's samples of a stage were made with; {} before any."""
         with self.lock:
-            return dict(json.loads(self.manifest.meta(f"settings.{stage}") or "{}"))
+            return fingerprints.stored(self.manifest, stage)
 
     def check_fingerprint(
         self,

@@ -7,7 +7,6 @@ writer last published; how old they are is shown.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from draftmill.builder.progress import Progress
-from draftmill.manifests import published
+from draftmill.manifests import lock, published
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DatasetError
 from draftmill.manifests.sizes import format_size
@@ -55,7 +54,13 @@ def watch(dataset: Dataset, *, as_json: bool, console: Console) -> NoReturn:
     def now() -> RenderableType:
         found = read(dataset)
         rates.append(rate(found))
-        return view(str(dataset.path), found, rates=rates, now=time.time(), alive=alive(found))
+        return view(
+            str(dataset.path),
+            found,
+            rates=rates,
+            now=time.time(),
+            alive=lock.holder(dataset.lock_path) is not None,
+        )
 
     live = Live(now(), console=console, screen=True, auto_refresh=False)
     try:
@@ -77,17 +82,6 @@ def read(dataset: Dataset) -> dict[str, Any]:
             f"{dataset.status_path} cannot be read ({error}); `draftmill status {dataset.path}` "
             "asks the database instead"
         ) from error
-
-
-def alive(found: Mapping[str, Any]) -> bool:
-    """Whether the process that published this still runs on this machine."""
-    try:
-        os.kill(int(found["pid"]), 0)
-    except (ProcessLookupError, KeyError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def rate(found: Mapping[str, Any]) -> float:

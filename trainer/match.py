@@ -5,7 +5,7 @@ Sizes of single records are checked when they are read; a checkpoint to finetune
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +18,8 @@ from draftmill.manifests.types import Location
 
 _COMPLETIONS_DECODED = 8
 
+log = logging.getLogger(__name__)
+
 
 def check_dataset(
     reader: DatasetReader, table: pa.Table, target: TargetModel, target_layer_ids: Sequence[int]
@@ -27,7 +29,7 @@ def check_dataset(
     What neither the dataset nor the target's folder says is not checked.
     """
     layers = list(extraction_layer_ids(target_layer_ids, target.num_layers))
-    stored = {stage: _settings(reader, stage) for stage in ("generate", "extract")}
+    stored = {stage: reader.settings_of(stage) for stage in ("generate", "extract")}
     for stage, what in (("generate", "completions"), ("extract", "hidden states")):
         made_by = stored[stage].get("model", target.name)
         if made_by != target.name:
@@ -46,11 +48,6 @@ def check_dataset(
         content = reader.shards.header("extract", _location(table, 0, "extract")).content
         _check_layers(content.get("layer_ids"), layers)
         _check_tokenizer(reader, table, target)
-
-
-def _settings(reader: DatasetReader, stage: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(reader.meta(f"settings.{stage}") or "{}")
-    return found
 
 
 def _check_layers(stored: Sequence[int] | None, wanted: list[int]) -> None:
@@ -101,7 +98,11 @@ def _tokenizer(target: TargetModel) -> Any:
         return AutoTokenizer.from_pretrained(
             target.folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception:  # the library under it raises plain ones for files that it cannot read
+    except Exception as error:  # the library under it raises plain ones for what it cannot read
+        words = " ".join(str(error).split())[:200]
+        log.warning(
+            "the tokenizer in %s is not compared with the dataset: %s", target.folder, words
+        )
         return None
 
 

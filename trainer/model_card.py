@@ -59,7 +59,7 @@ def describe_data(dataset: Path, plan: Plan) -> Data:
     with Dataset.open(dataset).reader() as reader:
         table = reader.extracted()
         stages = ("generate", "extract")
-        settings = {name: json.loads(reader.meta(f"settings.{name}") or "{}") for name in stages}
+        settings = {name: reader.settings_of(name) for name in stages}
         prints = {name: reader.meta(f"fingerprint.{name}") or _NOT_GIVEN for name in stages}
         used = table.filter(np.isin(table.column("id").to_numpy(), plan.train.id))
         names = used.column("source").to_numpy(zero_copy_only=False)

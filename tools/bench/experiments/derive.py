@@ -6,7 +6,6 @@ what becomes of them is the experiments' business.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -78,7 +77,7 @@ def derive(
         with dataset.writer() as writer:
             writer.add_prompts(_prompts(source, set(by_hash)))
             for stage in ("generate", "extract"):
-                settings = _settings(reader, stage)
+                settings = reader.settings_of(stage)
                 if settings:
                     writer.check_fingerprint(stage, settings)
             total = 2 * len(by_hash)
@@ -127,13 +126,6 @@ def _prompts(source: Dataset, hashes: set[str]) -> Iterator[Prompt]:
         for row in pq.read_table(path).to_pylist():
             if row["hash"] in hashes:
                 yield Prompt(**{name: row[name] for name in _COLUMNS & row.keys()})
-
-
-def _settings(reader: DatasetReader, stage: str) -> dict[str, Any]:
-    table = reader.sql("SELECT key, value FROM meta")
-    values = dict(zip(*(table.column(name).to_pylist() for name in ("key", "value")), strict=True))
-    found: dict[str, Any] = json.loads(values.get(f"settings.{stage}") or "{}")
-    return found
 
 
 # -- completions -------------------------------------------------------------------------------
