@@ -23,6 +23,11 @@ from typing import Any
 from draftmill.manifests.errors import ConfigError
 
 
+def setting(default: Any, text: str, **more: Any) -> Any:
+    """A field of a settings dataclass; `text` is its comment in the file and in the reference."""
+    return dataclasses.field(default=default, metadata={"help": text, **more})
+
+
 def render(sections: Mapping[str, Any], lists: Mapping[str, type] | None = None) -> str:
     """The text of a config file with these settings; every key has its explanation above it.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from draftmill.builder.generation.settings import GenerateSettings
 from draftmill.builder.serving.command import ServeSettings
 from draftmill.builder.sources.settings import SourceSettings
 from draftmill.manifests import config
+from draftmill.manifests.config import setting
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import ConfigError, UsageError
 from draftmill.manifests.sizes import parse_size
@@ -20,20 +21,16 @@ from draftmill.manifests.target import TargetModel
 from draftmill.trainer.settings import TrainSettings
 
 
-def _key(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, kw_only=True)
 class DatasetSettings:
     """Sizes on disk. Free to change between runs."""
 
-    disk_budget: str = _key(
+    disk_budget: str = setting(
         "", 'The most bytes that dataset and staging may take, e.g. "500GB", "2TiB", "80%".'
     )
-    shard_size: str = _key("1GiB", "Size of a hidden-states shard.")
-    completion_shard_size: str = _key("64MiB", "Size of a completions shard.")
-    max_prompts: int | None = _key(
+    shard_size: str = setting("1GiB", "Size of a hidden-states shard.")
+    completion_shard_size: str = setting("64MiB", "Size of a completions shard.")
+    max_prompts: int | None = setting(
         None, "The most prompts that all [[sources]] give together, by their weights. Unset: all."
     )
 
@@ -60,12 +57,12 @@ class DatasetSettings:
 class TargetSettings:
     """The target model. Fixed once completions exist."""
 
-    model: str = _key("", "The target model's name, as the server and the checkpoint call it.")
-    path: str = _key("", "Folder with its config and weights, if it is on this machine.")
-    hidden_size: int = _key(0, "Width of the residual stream.")
-    num_layers: int = _key(0, "Number of decoder layers, n.")
-    vocab_size: int = _key(0, "Size of its vocabulary.")
-    target_layer_ids: tuple[int, ...] = _key(
+    model: str = setting("", "The target model's name, as the server and the checkpoint call it.")
+    path: str = setting("", "Folder with its config and weights, if it is on this machine.")
+    hidden_size: int = setting(0, "Width of the residual stream.")
+    num_layers: int = setting(0, "Number of decoder layers, n.")
+    vocab_size: int = setting(0, "Size of its vocabulary.")
+    target_layer_ids: tuple[int, ...] = setting(
         (), "Layers whose input the draft sees: id k is the residual stream after k layers."
     )
 

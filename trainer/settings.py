@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
+
+from draftmill.manifests.config import setting
 
 # speculators' own, and the flat one of class LlamaForCausalLMEagle3.
 DraftForm: TypeAlias = Literal["speculators", "flat"]
@@ -20,7 +22,7 @@ def is_leader() -> bool:
 
 def _key(default: Any, text: str, *, free: bool = False) -> Any:
     """A setting with its explanation; a `free` one cannot change what is learnt."""
-    return field(default=default, metadata={"help": text, "free": free})
+    return setting(default, text, free=free)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,80 +6,75 @@ Only `max_seq_len` changes what a sample is; the others are free to change from 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from draftmill.manifests.codec_names import parse_codec
+from draftmill.manifests.config import setting
 from draftmill.manifests.errors import ConfigError
 from draftmill.manifests.sizes import parse_size
-
-
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractSettings:
     """How hidden states are extracted and stored. Durations in seconds, lengths in tokens."""
 
-    max_seq_len: int = _setting(
+    max_seq_len: int = setting(
         8192, "Prompt and completion together are cut to so many tokens; the end is cut off."
     )
-    codec: str = _setting(
+    codec: str = setting(
         "em-zfast",
         "How hidden states are stored. Lossless: em-zfast, raw. Lossy and smaller: bitround-4 "
         "(half of bf16), rot4 (a quarter).",
     )
-    staging: str = _setting(
+    staging: str = setting(
         "",
         "Folder that the extraction server writes into, best on a RAM disk like /dev/shm. Empty: "
         "`staging` in the dataset.",
     )
-    staging_size: str = _setting(
+    staging_size: str = setting(
         "16GiB", "The most bytes of staged files at once; sending waits beyond that."
     )
-    concurrency: int = _setting(32, "Requests at once on each server.")
-    max_in_flight_tokens: int = _setting(65536, "Tokens at once on each server.")
-    encode_threads: int = _setting(
-        0, "Threads that check and compress. 0: one per core, 8 at most."
-    )
-    request_timeout_s: float | None = _setting(
+    concurrency: int = setting(32, "Requests at once on each server.")
+    max_in_flight_tokens: int = setting(65536, "Tokens at once on each server.")
+    encode_threads: int = setting(0, "Threads that check and compress. 0: one per core, 8 at most.")
+    request_timeout_s: float | None = setting(
         None, "Seconds that a request may take. Unset: ten times what measured speed says."
     )
-    lock_timeout_s: float = _setting(
+    lock_timeout_s: float = setting(
         120.0, "Seconds that a server may take to write a file after it has answered."
     )
-    tries: int = _setting(4, "Tries for a sample that fails in a way that may pass.")
-    retry_base_s: float = _setting(1.0, "Wait after the first failure; doubled, with jitter.")
-    retry_max_s: float = _setting(30.0, "The longest wait between two tries.")
-    give_up_s: float = _setting(
+    tries: int = setting(4, "Tries for a sample that fails in a way that may pass.")
+    retry_base_s: float = setting(1.0, "Wait after the first failure; doubled, with jitter.")
+    retry_max_s: float = setting(30.0, "The longest wait between two tries.")
+    give_up_s: float = setting(
         3600.0, "Stop after so many seconds without any server; big models load for long."
     )
-    stop_after_bad: int = _setting(
+    stop_after_bad: int = setting(
         16, "Stop when so many samples in a row fail or are rejected. 0: never."
     )
-    stop_grace_s: float = _setting(
+    stop_grace_s: float = setting(
         5.0, "After the first Ctrl-C, wait so long for samples that are about to arrive."
     )
-    canary: bool = _setting(
+    canary: bool = setting(
         True,
         "Whether hidden states are compared with what the server says of the same tokens, through "
         "the target's own weights, before the first sample and every `canary_every` ones.",
     )
-    canary_every: int = _setting(
+    canary_every: int = setting(
         1000, "Samples of one server from one look of the canary to the next. 0: only the first."
     )
-    canary_memory: str = _setting(
+    canary_memory: str = setting(
         "8GiB",
         "Memory for comparing the layers with transformers once per server: the first layers of "
         "the target, as many as fit. 0: compare none.",
     )
-    canary_tolerance: float = _setting(
+    canary_tolerance: float = setting(
         0.0,
         "Mean difference of log-probabilities, in nats, that is no fault. 0: what rounding to "
         "bf16 explains; raise it for servers with a quantised lm_head.",
     )
-    orphan_age_s: float = _setting(
+    orphan_age_s: float = setting(
         600.0, "A staged file that nobody waits for is deleted at this age even while it is locked."
     )
 

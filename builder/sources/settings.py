@@ -7,25 +7,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from draftmill.builder.sources.conversations import Format, Mode, Turns
 from draftmill.builder.sources.read import source_name
-
-
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+from draftmill.manifests.config import setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSettings:
     """One of the sources that `draftmill add DATASET` takes. Free to change between runs."""
 
-    path: str = _setting(
+    path: str = setting(
         "", "File or folder with prompts. A relative path starts at the dataset's folder."
     )
-    name: str = _setting("", "Name of the source in the dataset. Empty: the file's name.")
-    license: str = _setting("", "Licence of its texts, as its owner gives it; model cards show it.")
+    name: str = setting("", "Name of the source in the dataset. Empty: the file's name.")
+    license: str = setting("", "Licence of its texts, as its owner gives it; model cards show it.")
     format: Format = field(
         default="auto",
         metadata={"help": 'Form of the rows: "auto", "messages", "sharegpt" or "prompt".'},
@@ -43,10 +39,10 @@ class SourceSettings:
             "are kept and only their hidden states are extracted (off-policy)."
         },
     )
-    limit: int | None = _setting(
+    limit: int | None = setting(
         None, "The most prompts to take, chosen by their content. Unset: all."
     )
-    weight: float = _setting(
+    weight: float = setting(
         1.0, "Share among all [[sources]] where max_prompts under [dataset] limits them."
     )
 

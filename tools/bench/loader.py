@@ -6,7 +6,6 @@ every way, so that the machine's other load meets all of them.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from draftmill.manifests.reader import ShardReader
 from draftmill.tools.bench import loader_data
 from draftmill.tools.bench.figures import Figure
 from draftmill.tools.bench.loader_data import Bench
+from draftmill.tools.bench.reads import drop_from_cache
 from draftmill.trainer import data, speculators_store
 from draftmill.trainer.data import Cursor, Row, Samples
 from draftmill.trainer.devices import joined
@@ -116,7 +116,7 @@ def _reading(options: LoaderBench, made: loader_data.Made, samples: Samples) -> 
             {name: way for name, way in ways.items() if name != "decode"},
             options.rounds,
             tokens,
-            before=lambda: _forget(made.folder),
+            before=lambda: drop_from_cache(made.folder.rglob("*.safetensors*")),
         )
     figures = []
     for state, rates in (("warm", warm), ("cold", cold)):
@@ -187,17 +187,6 @@ def _rates(
             way()
             seconds[name].append(time.perf_counter() - start)
     return {name: tokens / median(found) for name, found in seconds.items()}
-
-
-def _forget(folder: Path) -> None:
-    """Ask the operating system to drop the files from memory; it does so for what is on disk."""
-    for path in folder.rglob("*.safetensors*"):
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
 
 
 def _first_batch(options: LoaderBench, made: loader_data.Made, folder: Path) -> list[Figure]:
