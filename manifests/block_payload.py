@@ -18,21 +18,19 @@ Buffer = bytes | bytearray | memoryview | NDArray[np.uint8]
 _RAW_FLAG = 0x8000_0000
 
 
-def pack_head(
-    streams: Sequence[Sequence[Buffer]], plane_bytes: Sequence[int], num_planes: int
-) -> bytes:
-    """The table of streams[plane][layer], planes of `plane_bytes` bytes, and the first streams.
+def pack_table(coded: Sequence[bytes], plane_bytes: Sequence[int], num_layers: int) -> bytes:
+    """The entries of planes of `plane_bytes` bytes, all layers together.
 
-    The first `num_planes` planes are copied here, the others follow where they lie already. A
-    stream as long as its plane is the plane itself; all buffers are flat.
+    `coded` are the streams of the first planes, by plane and layer; the other planes are stored as
+    they are. A stream as long as its plane is the plane itself.
     """
+    sizes = [size // max(1, num_layers) for size in plane_bytes for _ in range(num_layers)]
+    lengths = [*map(len, coded), *sizes[len(coded) :]]
     entries = [
-        len(stream) | (_RAW_FLAG if len(stream) == size else 0)
-        for of_plane, size in zip(streams, plane_bytes, strict=True)
-        for stream in of_plane
+        length | (_RAW_FLAG if length == size else 0)
+        for length, size in zip(lengths, sizes, strict=True)
     ]
-    in_order = [stream for of_plane in streams[:num_planes] for stream in of_plane]
-    return b"".join([np.array(entries, "<u4").tobytes(), *in_order])
+    return np.array(entries, "<u4").tobytes()
 
 
 class Streams:

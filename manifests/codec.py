@@ -9,7 +9,6 @@ Legend: T tokens, L layers, H hidden size; states are bf16 bit patterns, uint16 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,14 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.manifests.block_payload import Buffer, Streams, pack_head
+from draftmill.manifests.block_codec import Plane, PlaneSpec, Words
+from draftmill.manifests.block_payload import Buffer, Streams, pack_table
 from draftmill.manifests.codec_names import (
     BLOCK_TOKENS,
     CODECS,
     RAW,
+    block_codec,
     block_lengths,
     is_lossless,
-    layer_codec,
     parse_codec,
     plane_specs,
     worst_case_bytes,
@@ -37,7 +37,7 @@ from draftmill.manifests.frames import (
     decompress,
     decompress_into,
 )
-from draftmill.manifests.layer_codec import LayerCodec, Plane, PlaneSpec, Words
+from draftmill.manifests.scratch import scratch
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -58,8 +58,6 @@ __all__ = [
     "plane_specs",
     "worst_case_bytes",
 ]
-
-_local = threading.local()
 
 
 def encode_states(
@@ -84,7 +82,6 @@ def encode_states(
         flat = memoryview(states_TLH.astype("<u2", order="C").reshape(-1).view(np.uint8))
         row = 2 * states_TLH.shape[1] * states_TLH.shape[2]
         return [flat[at * row : (at + block_tokens) * row].toreadonly() for at in starts]
-    kind = layer_codec(codec)
     if room is None:
         tokens, layers, hidden = states_TLH.shape
         size = worst_case_bytes(tokens, layers, hidden, codec, block_tokens=block_tokens)
@@ -92,7 +89,7 @@ def encode_states(
     payloads: list[memoryview] = []
     for at in starts:
         # from the end downwards, so that what is not needed is never touched
-        payload = _encode_block(states_TLH[at : at + block_tokens], kind, room)
+        payload = _encode_block(states_TLH[at : at + block_tokens], codec, room)
         room = room[: room.size - payload.nbytes]
         payloads.append(payload)
     return payloads
@@ -102,22 +99,15 @@ def decode_block(codec: str, payload: Buffer, out_TLH: Words) -> None:
     """Decode one payload into `out_TLH`, uint16 [T, L, H] with T the tokens of that block.
 
     Raises DamagedError when the payload is not exactly an encoding of that shape. Memory beyond
-    `out_TLH` is at most the planes of one layer and a tile, whatever the payload claims.
+    `out_TLH` is at most the planes of the block and a tile, whatever the payload claims.
     """
     parse_codec(codec)
     _check_states(out_TLH)
     if codec == RAW:
         _decode_raw(payload, out_TLH)
         return
-    kind = layer_codec(codec)
-    num_tokens, num_layers, hidden_size = out_TLH.shape
-    specs = kind.planes(num_tokens, hidden_size)
-    streams = Streams(payload, len(specs), num_layers)
-    buffers = _plane_buffers(specs)
-    scratch = kind.scratch(hidden_size)
-    for layer in range(num_layers):
-        planes = [_read_plane(streams, i, layer, buffer) for i, buffer in enumerate(buffers)]
-        kind.merge(planes, out_TLH[:, layer], scratch)
+    memory = _plane_memory(plane_specs(codec, out_TLH.shape))
+    merge_planes(codec, decode_planes(codec, payload, memory, copy=False), out_TLH)
 
 
 def decode_planes(
@@ -130,7 +120,7 @@ def decode_planes(
     returned as it lies in the payload; with it, `out` is returned. Raises DamagedError as
     `decode_block` does; `raw` has no planes and raises ValueError.
     """
-    layer_codec(codec)
+    block_codec(codec)
     num_layers = len(out[0])
     streams = Streams(payload, len(out), num_layers)
     planes = []
@@ -149,10 +139,7 @@ def decode_planes(
 
 def merge_planes(codec: str, planes: Sequence[Plane], out_TLH: Words) -> None:
     """Write the words of a block from the planes that `decode_planes` gave."""
-    kind = layer_codec(codec)
-    scratch = kind.scratch(out_TLH.shape[2])
-    for layer in range(out_TLH.shape[1]):
-        kind.merge([plane[layer] for plane in planes], out_TLH[:, layer], scratch)
+    block_codec(codec).merge(planes, out_TLH)
 
 
 def decode_states(
@@ -205,46 +192,37 @@ def _check_states(states_TLH: Words) -> None:
         )
 
 
-def _plane_buffers(specs: Sequence[PlaneSpec]) -> list[Plane]:
-    """Planes of one layer, in memory that this thread keeps: fresh pages cost more than the work.
+def _plane_memory(specs: Sequence[PlaneSpec]) -> list[Plane]:
+    """Planes in memory that this thread keeps, valid until its next call."""
+    memory = scratch("codec.planes", (sum(spec.num_bytes for spec in specs),))
+    return _cut(memory, specs)
 
-    Valid until the thread's next call.
-    """
-    total = sum(spec.num_bytes for spec in specs)
-    kept: Plane | None = getattr(_local, "plane_memory", None)
-    if kept is None or kept.size < total:
-        kept = _local.plane_memory = np.empty(total, np.uint8)
-    buffers = []
+
+def _cut(memory: Plane, specs: Sequence[PlaneSpec]) -> list[Plane]:
+    planes = []
     for spec in specs:
-        buffers.append(kept[: spec.num_bytes].reshape(spec.shape))
-        kept = kept[spec.num_bytes :]
-    return buffers
+        planes.append(memory[: spec.num_bytes].reshape(spec.shape))
+        memory = memory[spec.num_bytes :]
+    return planes
 
 
-def _encode_block(block_TLH: Words, kind: LayerCodec, room: Plane) -> memoryview:
+def _encode_block(block_TLH: Words, codec: str, room: Plane) -> memoryview:
     """The payload of one block, at the end of `room`: planes stored as they are are made there."""
-    num_tokens, num_layers, hidden_size = block_TLH.shape
-    specs = kind.planes(num_tokens, hidden_size)
+    specs = plane_specs(codec, block_TLH.shape)
     coded = [spec for spec in specs if spec.coded]
+    stored = specs[len(coded) :]
     assert specs[: len(coded)] == tuple(coded), "planes stored as they are come last"
-    end = room.size - num_layers * sum(spec.num_bytes for spec in specs[len(coded) :])
-    at, tail = end, []
-    for spec in specs[len(coded) :]:
-        size = num_layers * spec.num_bytes
-        tail.append(room[at : at + size].reshape(num_layers, *spec.shape))
-        at += size
-    buffers = _plane_buffers(coded)
-    scratch = kind.scratch(hidden_size)
-    streams: list[list[Buffer]] = [[] for _ in coded]
-    for layer in range(num_layers):
-        kind.split(block_TLH[:, layer], [*buffers, *(plane[layer] for plane in tail)], scratch)
-        for stored, plane in zip(streams, buffers, strict=True):
-            stored.append(code_plane(plane))
-    streams += [[plane[layer].reshape(-1) for layer in range(num_layers)] for plane in tail]
-    head = pack_head(streams, [spec.num_bytes for spec in specs], len(coded))
-    start = end - len(head)
-    room[start:end] = np.frombuffer(head, np.uint8)
-    return memoryview(room)[start:].toreadonly()
+    end = room.size - sum(spec.num_bytes for spec in stored)
+    planes = _plane_memory(coded)
+    block_codec(codec).split(block_TLH, [*planes, *_cut(room[end:], stored)])
+    streams = [code_plane(of_layer) for plane in planes for of_layer in plane]
+    table = pack_table(streams, [spec.num_bytes for spec in specs], block_TLH.shape[1])
+    at = start = end - len(table) - sum(map(len, streams))
+    whole = memoryview(room)
+    for part in (table, *streams):
+        whole[at : at + len(part)] = part
+        at += len(part)
+    return whole[start:].toreadonly()
 
 
 def _decode_raw(payload: Buffer, out: NDArray[Any]) -> None:

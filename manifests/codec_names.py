@@ -6,20 +6,20 @@ passes these names on.
 
 from __future__ import annotations
 
+from draftmill.manifests.block_codec import BlockCodec, PlaneSpec
 from draftmill.manifests.errors import ConfigError
-from draftmill.manifests.layer_codec import LayerCodec, PlaneSpec
 from draftmill.manifests.planes import MANTISSA_BITS, PlanesCodec
 from draftmill.manifests.rotation import RotationCodec
 
 BLOCK_TOKENS = 512
 RAW = "raw"
-_WITH_PLANES: tuple[LayerCodec, ...] = (
+_WITH_PLANES: tuple[BlockCodec, ...] = (
     PlanesCodec(name="em-zfast"),
     *(PlanesCodec(name=f"bitround-{keep}", keep=keep) for keep in range(MANTISSA_BITS)),
     RotationCodec(),
 )
-_LAYER_CODECS = {codec.name: codec for codec in _WITH_PLANES}
-CODECS = (*_LAYER_CODECS, RAW)
+_BLOCK_CODECS = {codec.name: codec for codec in _WITH_PLANES}
+CODECS = (*_BLOCK_CODECS, RAW)
 
 
 def parse_codec(name: str) -> str:
@@ -31,7 +31,7 @@ def parse_codec(name: str) -> str:
 
 def is_lossless(codec: str) -> bool:
     """Whether decoding gives the stored bit patterns bit for bit."""
-    return parse_codec(codec) == RAW or _LAYER_CODECS[codec].lossless
+    return parse_codec(codec) == RAW or _BLOCK_CODECS[codec].lossless
 
 
 def block_lengths(num_tokens: int, block_tokens: int = BLOCK_TOKENS) -> list[int]:
@@ -46,7 +46,7 @@ def plane_specs(codec: str, shape: tuple[int, int, int]) -> tuple[PlaneSpec, ...
     `raw` has none: ValueError. Its payload is the words.
     """
     num_tokens, num_layers, hidden_size = shape
-    kind = layer_codec(codec)
+    kind = block_codec(codec)
     return tuple(
         spec._replace(shape=(num_layers, *spec.shape))
         for spec in kind.planes(num_tokens, hidden_size)
@@ -66,13 +66,13 @@ def worst_case_bytes(
         return 2 * num_tokens * num_layers * hidden_size
     total = 0
     for length in block_lengths(num_tokens, block_tokens):
-        for spec in layer_codec(codec).planes(length, hidden_size):
+        for spec in block_codec(codec).planes(length, hidden_size):
             total += num_layers * (4 + spec.num_bytes)
     return total
 
 
-def layer_codec(codec: str) -> LayerCodec:
+def block_codec(codec: str) -> BlockCodec:
     """The algorithm of that name; `raw` has none: ValueError. Its payload is the words."""
     if parse_codec(codec) == RAW:
         raise ValueError("raw has no planes")
-    return _LAYER_CODECS[codec]
+    return _BLOCK_CODECS[codec]

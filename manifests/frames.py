@@ -12,9 +12,9 @@ import numpy as np
 import xxhash
 import zstandard
 
+from draftmill.manifests.block_codec import Plane
 from draftmill.manifests.block_payload import Buffer
 from draftmill.manifests.errors import DamagedError
-from draftmill.manifests.layer_codec import Plane
 
 # Level 1, strategy fast, tables so small and matches so long that almost only Huffman coding is
 # left: on exponent planes this is faster than level 1 and smaller than level 3.

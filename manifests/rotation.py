@@ -20,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.manifests import planes as byte_planes
-from draftmill.manifests.layer_codec import Plane, PlaneSpec, Words
+from draftmill.manifests.block_codec import Plane, PlaneSpec, Words
+from draftmill.manifests.scratch import scratch
 
 GROUP = 64
 # Elements worked on at once; see `planes`. More calls a tile than there, so larger tiles.
-TILE_ELEMENTS = 262_144
+TILE_ELEMENTS = 196_608
 # Magnitudes with these exponent fields would leave float32's range on the way: 2 ** 120 and up are
 # refused; a group whose largest magnitude is below 2 ** -100 is stored as zeros.
 MAX_EXPONENT = 127 + 120
@@ -62,7 +63,7 @@ def decoding_matrix() -> NDArray[np.int8]:
     return signed
 
 
-class Tile(NamedTuple):
+class _Tile(NamedTuple):
     """Scratch memory for one tile of up to `rows` tokens."""
 
     rows: int
@@ -73,18 +74,17 @@ class Tile(NamedTuple):
     spare: NDArray[np.uint32]
 
 
-def scratch(hidden_size: int) -> Tile:
-    """Scratch for `encode` and `decode` of that hidden size."""
+def _tile(hidden_size: int) -> _Tile:
     groups = group_count(hidden_size)
     rows = max(1, TILE_ELEMENTS // (GROUP * max(1, groups)))
-    size = GROUP * rows * groups
-    return Tile(
+    shape = (GROUP * rows * groups,)
+    return _Tile(
         rows,
-        np.empty(size, np.uint16),
-        np.empty(size, np.int16),
-        np.empty(size, np.int16),
-        np.empty(size, np.uint32),
-        np.empty(size, np.uint32),
+        scratch("rotation.words", shape, np.uint16),
+        scratch("rotation.first", shape, np.int16),
+        scratch("rotation.second", shape, np.int16),
+        scratch("rotation.wide", shape, np.uint32),
+        scratch("rotation.spare", shape, np.uint32),
     )
 
 
@@ -104,36 +104,37 @@ class RotationCodec:
             PlaneSpec("scale_rest", scales, True),
         )
 
-    def scratch(self, hidden_size: int) -> Tile:
-        """See `scratch`."""
-        return scratch(hidden_size)
-
-    def split(self, words_TH: Words, planes: Sequence[Plane], scratch: Tile) -> None:
+    def split(self, words_TLH: Words, planes: Sequence[Plane]) -> None:
         """See `encode`."""
         symbols, exponent, rest = planes
-        scales = np.empty(exponent.shape, np.uint16)
-        encode(words_TH, symbols, scales, scratch)
-        byte_planes.split(scales, exponent, rest, byte_planes.scratch(exponent.shape[-1]))
+        scales = scratch("rotation.scales", exponent.shape, np.uint16)
+        for layer, of_layer in enumerate(symbols):
+            encode(words_TLH[:, layer], of_layer, scales[layer])
+        byte_planes.split(scales.transpose(1, 0, 2), exponent, rest)
 
-    def merge(self, planes: Sequence[Plane], out_TH: Words, scratch: Tile) -> None:
+    def merge(self, planes: Sequence[Plane], out_TLH: Words) -> None:
         """See `decode`."""
         symbols, exponent, rest = planes
-        scales = np.empty(exponent.shape, np.uint16)
-        byte_planes.merge(exponent, rest, scales, byte_planes.scratch(exponent.shape[-1]))
-        decode(symbols, scales, out_TH, scratch)
+        scales = scratch("rotation.scales", exponent.shape, np.uint16)
+        byte_planes.merge(exponent, rest, scales.transpose(1, 0, 2))
+        for layer, of_layer in enumerate(symbols):
+            decode(of_layer, scales[layer], out_TLH[:, layer])
 
 
+# Adding it rounds to an integer, ties to even, and leaves that in the low bits: faster than a cast.
+_ROUNDER = np.float32(3 << 22)
 _SIGNS = member_signs().astype(np.int16)[:, None]
 _SIGN_MASK = np.where(_SIGNS < 0, 0x8000, 0).astype(np.uint16)
 
 
-def encode(words_TH: Words, symbols_STG: Plane, scales_TG: Words, tile: Tile) -> None:
+def encode(words_TH: Words, symbols_STG: Plane, scales_TG: Words) -> None:
     """Write one layer's packed symbols, uint8 [32, T, G], and its bf16 scales, uint16 [T, G].
 
     Raises ValueError where a word is not finite or its magnitude is 2 ** 120 or more.
     """
     num_tokens, hidden_size = words_TH.shape
     groups = group_count(hidden_size)
+    tile = _tile(hidden_size)
     for start in range(0, num_tokens, tile.rows):
         rows = min(tile.rows, num_tokens - start)
         run = rows * groups
@@ -144,10 +145,11 @@ def encode(words_TH: Words, symbols_STG: Plane, scales_TG: Words, tile: Tile) ->
         symbols_STG[:, start : start + rows] = packed.reshape(GROUP // 2, rows, groups)
 
 
-def decode(symbols_STG: Plane, scales_TG: Words, out_TH: Words, tile: Tile) -> None:
+def decode(symbols_STG: Plane, scales_TG: Words, out_TH: Words) -> None:
     """Write one layer's bf16 words from what `encode` gave."""
     num_tokens, hidden_size = out_TH.shape
     groups = group_count(hidden_size)
+    tile = _tile(hidden_size)
     for start in range(0, num_tokens, tile.rows):
         rows = min(tile.rows, num_tokens - start)
         run = rows * groups
@@ -196,7 +198,7 @@ def _hadamard(first: NDArray[np.int16], second: NDArray[np.int16]) -> NDArray[np
     return first
 
 
-def _quantise(words: Words, scales: Words, tile: Tile) -> Plane:
+def _quantise(words: Words, scales: Words, tile: _Tile) -> Plane:
     """[64, N] words to packed symbols [32, N] and N scales. `words` is overwritten."""
     run = words.shape[1]
     size = GROUP * run
@@ -220,8 +222,8 @@ def _quantise(words: Words, scales: Words, tile: Tile) -> Plane:
     np.copyto(wide, words)
     np.left_shift(wide, 16, out=wide)
     np.multiply(floats, to_fixed, out=floats)
-    np.rint(floats, out=floats)
-    np.copyto(first, floats, casting="unsafe")
+    np.add(floats, _ROUNDER, out=floats)
+    np.copyto(first, wide, casting="unsafe")
     rotated = _hadamard(first, second)
 
     other = second if rotated is first else first
@@ -243,8 +245,7 @@ def _quantise(words: Words, scales: Words, tile: Tile) -> Plane:
     bits = (best / squares * from_fixed).view(np.uint32)
     scales[...] = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
-    # adding 1.5 * 2 ** 23 leaves the integer in the low bits
-    np.add(floats, np.float32(12_582_912 + 8), out=floats)
+    np.add(floats, _ROUNDER + np.float32(8), out=floats)
     nibbles = words.view(np.uint8).reshape(-1)[:size].reshape(GROUP, run)
     np.copyto(nibbles, wide, casting="unsafe")
     low, high = nibbles[: GROUP // 2], nibbles[GROUP // 2 :]
@@ -253,7 +254,7 @@ def _quantise(words: Words, scales: Words, tile: Tile) -> Plane:
     return low
 
 
-def _restore(packed: Plane, scales: Words, tile: Tile) -> Words:
+def _restore(packed: Plane, scales: Words, tile: _Tile) -> Words:
     """Packed symbols [32, N] and N scales to words [64, N]."""
     run = packed.shape[1]
     size = GROUP * run

@@ -80,8 +80,8 @@ def merge(block: BlockPlanes, arena: Tensor) -> Tensor:
 
 
 def _merge_exponents(planes: Sequence[Tensor]) -> Tensor:
-    """`em-zfast` and `bitround-k`: planes bias [L, H], exponent and rest [L, T, H]."""
-    bias, exponent, rest = planes
+    """`em-zfast` and `bitround-k`: planes exponent and rest [L, T, H], bias [L, H]."""
+    exponent, rest, bias = planes
     # The exponent was stored less its channel's bias, modulo 256, as uint8 adds.
     words = (exponent + bias.unsqueeze(1)).to(torch.int16) << 7
     # Sign extension of a byte puts the sign where it belongs; the exponent's places are cut out.

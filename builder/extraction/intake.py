@@ -6,7 +6,6 @@ length. Which file, and what becomes of the result, is left to `extract`.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,15 +14,15 @@ import numpy as np
 from draftmill.builder.extraction.precision import Precision
 from draftmill.builder.extraction.staging import StagedFile, Staging
 from draftmill.builder.extraction.validate import StatesCheck, check_shape, check_token_ids
+from draftmill.manifests.block_codec import Plane
 from draftmill.manifests.codec import encode_states
 from draftmill.manifests.codec_names import BLOCK_TOKENS, worst_case_bytes
 from draftmill.manifests.errors import RejectedError, TransientError
-from draftmill.manifests.layer_codec import Plane
+from draftmill.manifests.scratch import scratch
 from draftmill.manifests.types import StatesPayload, StatesTLH, TokenIds
 
 _PART_BYTES = 16 << 20
 _MAGNITUDE = np.uint16(0x7FFF)
-_buffers = threading.local()
 
 
 class LengthMismatchError(TransientError):
@@ -103,7 +102,9 @@ def take_in(
         part_tokens = BLOCK_TOKENS * max(1, _PART_BYTES // layers.raw_bytes(BLOCK_TOKENS))
         room_bytes = worst_case_bytes(part_tokens, *shape, codec)
         for first in range(0, len(sent), part_tokens):
-            part_TLH = _buffer(min(part_tokens, len(sent) - first), shape)
+            part_TLH = scratch(
+                "intake.part", (min(part_tokens, len(sent) - first), *shape), np.uint16
+            )
             staged.read_into(part_TLH, first)
             check.update(part_TLH)
             # only what fills most of it: few small samples would hold much memory
@@ -156,12 +157,3 @@ def _encoded(
             layer=layers.layer_ids[layer],
             position=first + t,
         ) from error
-
-
-def _buffer(num_tokens: int, shape: tuple[int, int]) -> StatesTLH:
-    """[T, L, H] of this thread's own memory: fresh pages would cost more than the checks."""
-    words = num_tokens * shape[0] * shape[1]
-    buffer: StatesTLH | None = getattr(_buffers, "words", None)
-    if buffer is None or buffer.size < words:
-        buffer = _buffers.words = np.empty(words, np.uint16)
-    return buffer[:words].reshape(num_tokens, *shape)

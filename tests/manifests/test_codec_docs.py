@@ -20,22 +20,21 @@ WRITTEN: dict[str, tuple[Shape, int, str]] = {
     "em-zfast": (
         (33, 2, 3),
         0x62889A450546B2F0,
-        "AwAAgAMAAIBAAAAATgAAAGMAAIBjAACAfHx7e3t8KLUv/SBjvQEAhAL8AwMDAgICAQEBAAAA/////v7+"
-        "/f39/AT8AwMDAgICAQIB//7+/v39BAA+C5AVwp1FkC/zCSi1L/0gYy0CAJQDAP/9//78/v0D/QQDBAMC"
-        "AwMBAwIAAgH/AQD+AgQDAQMCAAIBAAEA/wD9/v38/f0D/QQCBAMBAwIAAwBWFQBQajfmGAANGwoYJhUj"
-        "MSAtOyo4RjVDUUBNW0pYZlVjcWBue2p4BnUDEQAOGwoYJhUjMSAuPCs4RjVDUUBOXEtYZlVjcWBufGt5"
-        "BnUDEQAOHAsZJhUjMSAuPCs5RzVDUUBOXEtZZ1ZjcUVTYVBda1podmVzAXB9C3oIFgUTIRAeKxooNiUz"
-        "QTA+SzpIVkVTYVBebFpodmVzAXB+DHsIFgUTIRAeLBsoNiUzQTA+TDtJVkVTYVBebFtpdmVzAXB+DHsJ"
-        "FwUTIRAeLBspNw==",
+        "QAAAAE4AAABjAACAYwAAgAMAAIADAACAKLUv/SBjvQEAhAL8AwMDAgICAQEBAAAA/////v7+/f39/AT8AwMDAgIC"
+        "AQIB//7+/v39BAA+C5AVwp1FkC/zCSi1L/0gYy0CAJQDAP/9//78/v0D/QQDBAMCAwMBAwIAAgH/AQD+AgQDAQMC"
+        "AAIBAAEA/wD9/v38/f0D/QQCBAMBAwIAAwBWFQBQajfmGAANGwoYJhUjMSAtOyo4RjVDUUBNW0pYZlVjcWBue2p4"
+        "BnUDEQAOGwoYJhUjMSAuPCs4RjVDUUBOXEtYZlVjcWBufGt5BnUDEQAOHAsZJhUjMSAuPCs5RzVDUUBOXEtZZ1Zj"
+        "cUVTYVBda1podmVzAXB9C3oIFgUTIRAeKxooNiUzQTA+SzpIVkVTYVBebFpodmVzAXB+DHsIFgUTIRAeLBsoNiUz"
+        "QTA+TDtJVkVTYVBebFtpdmVzAXB+DHsJFwUTIRAeLBspN3x8e3t7fA==",
     ),
     "bitround-2": (
         (33, 2, 3),
         0x54D2B93C25ECADF3,
-        "AwAAgAMAAIBGAAAARgAAADUAAAArAAAAfHx7e3t8KLUv/SBj7QEA5AL8AwMDAgICAQEBAAAA/////v7+"
-        "/f39/AT8AwQDAgMCAQD/AP8AAP////7+/v3+BAA+C5DVUauKsCvTCSi1L/0gY+0BABQDAP/9//78/v0E"
-        "/QUDBQQCBAMBAwIAAgH/AQD+AP/9//78/v0D/QQCBAMBAwIBAv7/AAMAWSHcWQT7MssotS/9IGNlAQBE"
-        "AgAAIAAgICAgQCAgQCBAQEBAYEBAYEBgYGBgAGBgAGAAAAAAIAEA5JHUEyi1L/0gYxUBAMBAYGBAYGBg"
-        "YABgACAAICAAICAgIEAgQGADADxKCjDSALw=",
+        "RgAAAEYAAAA1AAAAKwAAAAMAAIADAACAKLUv/SBj7QEA5AL8AwMDAgICAQEBAAAA/////v7+/f39/AT8AwQDAgMC"
+        "AQD/AP8AAP////7+/v3+BAA+C5DVUauKsCvTCSi1L/0gY+0BABQDAP/9//78/v0E/QUDBQQCBAMBAwIAAgH/AQD+"
+        "AP/9//78/v0D/QQCBAMBAwIBAv7/AAMAWSHcWQT7MssotS/9IGNlAQBEAgAAIAAgICAgQCAgQCBAQEBAYEBAYEBg"
+        "YGBgAGBgAGAAAAAAIAEA5JHUEyi1L/0gYxUBAMBAYGBAYGBgYABgACAAICAAICAgIEAgQGADADxKCjDSALx8fHt7"
+        "e3w=",
     ),
     "rot4": (
         (2, 2, 5),
@@ -65,7 +64,7 @@ def read_planes(payload: memoryview, num_layers: int, sizes: list[int]) -> list[
 def by_planes(payload: bytes, shape: Shape) -> list[int]:
     """`em-zfast` and `bitround-k`: words in the order [t, L, H]."""
     t, num_layers, h = shape
-    bias, exponent, rest = read_planes(payload, num_layers, [h, t * h, t * h])
+    exponent, rest, bias = read_planes(payload, num_layers, [t * h, t * h, h])
     return [
         (rest[layer][i * h + c] & 128) << 8
         | (exponent[layer][i * h + c] + bias[layer][c] & 255) << 7

@@ -87,8 +87,8 @@ def em_payload(first: bytes, *, raw: bool = False) -> bytes:
     """An em-zfast payload of SHAPE whose first exponent stream is `first`."""
     size = SHAPE[0] * SHAPE[2]
     biases, planes = bytes(2 * SHAPE[2]), bytes(3 * size)
-    entries = [SHAPE[2] | RAW] * 2 + [len(first) | (RAW if raw else 0)] + [size | RAW] * 3
-    return struct.pack("<6I", *entries) + biases + first + planes
+    entries = [len(first) | (RAW if raw else 0)] + [size | RAW] * 3 + [SHAPE[2] | RAW] * 2
+    return struct.pack("<6I", *entries) + first + planes + biases
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,11 @@ class _PlainZstd(_Contender):
 class _Codec(_Contender):
     def __init__(self, name: str, samples: Sequence[Words]) -> None:
         self.name = name
+        self._rooms = []
+        for sample in samples:
+            tokens, layers, hidden = sample.shape
+            size = codec.worst_case_bytes(tokens, layers, hidden, name)
+            self._rooms.append(np.zeros(size, np.uint8))
         super().__init__(samples)
         # buffers for a whole sample, as a loader has them, and for the last one's short block
         self._planes = {
@@ -193,7 +198,10 @@ class _Codec(_Contender):
         }
 
     def encode(self, index: int) -> None:
-        self.stored[index] = codec.encode_states(self.samples[index], self.name)
+        # into memory of the caller that is used again, as the extract stage does
+        self.stored[index] = codec.encode_states(
+            self.samples[index], self.name, room=self._rooms[index]
+        )
 
     def decode(self, index: int) -> None:
         codec.decode_states(self.name, self.stored[index], self.out[index])
