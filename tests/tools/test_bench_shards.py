@@ -9,7 +9,8 @@ import pytest
 
 from draftmill.manifests import codec
 from draftmill.manifests.errors import ConfigError, UsageError
-from draftmill.tools.bench.shards import ShardsBench, bench_shards, load_states
+from draftmill.tools.bench.saved_states import load_states
+from draftmill.tools.bench.shards import ShardsBench, bench_shards
 from tests.manifests.test_codec_error import normal_words, tiny_target
 
 

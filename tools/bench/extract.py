@@ -37,7 +37,7 @@ from draftmill.manifests.errors import ServerError
 from draftmill.manifests.types import Attempt, Completion, Prompt, Result, StatesTLH
 from draftmill.tools.bench.figures import Figure
 from draftmill.tools.bench.process import ram_disk
-from draftmill.tools.bench.shards import states_of_bench
+from draftmill.tools.bench.saved_states import states_of_bench
 
 MODEL = "bench/prepared"
 _PROMPT_TOKENS = 16

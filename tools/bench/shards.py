@@ -1,6 +1,6 @@
 """The codecs of hidden states side by side: size, speed, error. Behind `draftmill bench shards`.
 
-Owns how it is measured; making states is `states`'s, the arithmetic of errors `codec_error`'s, what
+Owns how it is measured; states are `saved_states`'s, the arithmetic of errors `codec_error`'s, what
 stands beside the codecs `peer_process`'s. Every figure of a run comes from the same states, one
 round after the other: the machine's other load moves all of them, and a ratio less than its parts.
 
@@ -21,22 +21,19 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from numpy.typing import NDArray
 
 from draftmill.manifests import codec, codec_error
-from draftmill.manifests.errors import UsageError
 from draftmill.manifests.target import TargetModel
 from draftmill.tools.bench.figures import Figure
 from draftmill.tools.bench.peer_process import Rival, rivals_in
 from draftmill.tools.bench.reads import bench_reads
+from draftmill.tools.bench.saved_states import Words, states_of_bench
 
 BASELINE = "zstd-1"
 FP8 = "fp8-e4m3"
 RAW = "raw"
 SAMPLE_TOKENS = 2048
 _MIN_ROUNDS = 5
-
-Words = NDArray[np.uint16]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +52,6 @@ class ShardsBench:
             raise ValueError(f"rounds: at least {_MIN_ROUNDS}, not {self.rounds}")
         if self.threads < 1:
             raise ValueError(f"threads: at least 1, not {self.threads}")
-
-
-def load_states(path: Path) -> Words:
-    """Hidden states from a .npy file; UsageError where it holds something else."""
-    try:
-        states = np.load(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: no array of hidden states: {error}") from error
-    if states.dtype != np.uint16 or states.ndim != 3 or not states.size:
-        raise UsageError(
-            f"{path}: hidden states are uint16 [tokens, layers, hidden size], "
-            f"this is {states.dtype} {list(states.shape)}"
-        )
-    words: Words = states
-    return words
 
 
 def run(
@@ -95,19 +77,6 @@ def run(
             rivals = stack.enter_context(rivals_in(peers, states, SAMPLE_TOKENS))
         figures = bench_shards(states, settings, target=target, rivals=rivals)
     return figures + bench_reads(states, Path(tempfile.gettempdir()))
-
-
-def states_of_bench(states_file: Path | None) -> tuple[Words, Path | None]:
-    """The states in a file or, without one, those of the embedded model, and its folder."""
-    if states_file is not None:
-        return load_states(states_file), None
-    # only here, so that a file can be benched where there is no torch
-    from draftmill.tools.bench import states as bench_states
-    from draftmill.tools.demo import cache_folder
-    from draftmill.tools.embedded import ensure_model
-
-    model_folder = ensure_model(cache_folder())
-    return load_states(bench_states.saved_states(model_folder, cache_folder())), model_folder
 
 
 def bench_shards(
