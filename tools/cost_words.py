@@ -81,8 +81,9 @@ def _budget(found: Mapping[str, Any]) -> list[str]:
         return []
     size = found["stored_bytes"][found["codec"]]
     lines = [
-        f"disk budget       {both_units(found['budget_bytes'])}: "
-        + ("fits" if found["fits"] else f"{both_units(size - found['budget_bytes'])} too little")
+        f"disk budget       {both_units(found['budget_bytes'])}, for hidden states "
+        f"{both_units(found['room_bytes'])}: "
+        + ("fits" if found["fits"] else f"{both_units(size - found['room_bytes'])} too little")
         + f"; {found['samples_that_fit']:,} samples fit"
     ]
     for way in found["ways"]:
