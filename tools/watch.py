@@ -6,13 +6,11 @@ writer last published; how old they are is shown.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -25,6 +23,7 @@ from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DatasetError
 from draftmill.manifests.sizes import format_size
 from draftmill.tools.render import describe, duration, eta
+from draftmill.tools.terminal import echo, echo_json
 
 EVERY_S = 2.0
 _QUIET_S = 20.0
@@ -47,7 +46,7 @@ def watch(dataset: Dataset, *, as_json: bool, console: Console) -> NoReturn:
     if as_json or not console.is_terminal:
         while True:
             found = read(dataset)
-            click.echo(json.dumps(found) if as_json else line(found))
+            echo_json(found, indent=None) if as_json else echo(line(found))
             time.sleep(EVERY_S)
     rates: deque[float] = deque(maxlen=_HISTORY)
 
