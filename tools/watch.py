@@ -101,7 +101,13 @@ def view(
 ) -> RenderableType:
     """The whole screen. Pure: everything it shows is in its arguments."""
     parts: list[RenderableType] = [_head(name, found, now, alive)]
-    parts += [Panel(_prompts(found["prompts"]), title="prompts", title_align="left")]
+    parts += [
+        Panel(
+            _prompts(found["prompts"], found.get("truncated", 0)),
+            title="prompts",
+            title_align="left",
+        )
+    ]
     if found.get("running"):
         running = Progress.of(found["running"])
         title = running.stage if alive else f"{running.stage} (ended without saying so)"
@@ -118,7 +124,7 @@ def _head(name: str, found: Mapping[str, Any], now: float, alive: bool) -> Text:
         head.append(f", last written {duration(age)} ago", style="dim")
     elif not alive:
         head.append(
-            f"  process {found['pid']} is gone since {duration(age)}; the same command goes on "
+            f"  process {found['pid']} has been gone for {duration(age)}; the same command goes on "
             "where it was",
             style="bold yellow",
         )
@@ -129,7 +135,7 @@ def _head(name: str, found: Mapping[str, Any], now: float, alive: bool) -> Text:
     return head
 
 
-def _prompts(prompts: Mapping[str, int]) -> RenderableType:
+def _prompts(prompts: Mapping[str, int], truncated: int = 0) -> RenderableType:
     total = max(1, prompts["total"])
     bar, legend = Text(), []
     for name, mark, style in _STATES:
@@ -138,6 +144,8 @@ def _prompts(prompts: Mapping[str, int]) -> RenderableType:
         label = Text(f"{mark} {name.replace('_', ' ')}", style=style)
         legend.append((label, _right(f"{prompts[name]:,}", 9), _right(share, 8)))
     bar.append(f"  {prompts['total']:,} in all", style="bold")
+    if truncated:
+        bar.append(f", {truncated:,} truncated", style="yellow")
     return Group(bar, _two_by_two(legend))
 
 
