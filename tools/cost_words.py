@@ -46,6 +46,11 @@ def explain(found: Mapping[str, Any], notes: tuple[str, ...] = ()) -> str:
         )
     used = {found["rates"][stage]["from"] for stage in STAGES}
     sources = [f"{name}: {table.source}" for name, table in HARDWARE.items() if name in used]
+    if sources:
+        sources.append(
+            "other speeds: --hardware NAME, --rate STAGE=TOKENS_PER_S, or those of a dataset that "
+            "has worked for five minutes"
+        )
     lines += _money(found) + _budget(found)
     return "\n".join([*lines, *sources, *notes])
 

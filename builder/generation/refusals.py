@@ -44,7 +44,9 @@ class Refusals:
         if found is None or result.attempt.completion_tokens is None:
             return []
         endpoint, held = found
-        endpoint.suspect = False
+        if endpoint.suspect:
+            endpoint.suspect = False
+            endpoint.changed()
         return held.release()
 
     def judge(self, *, all_asked: bool = False) -> None:

@@ -151,6 +151,17 @@ def test_verify_repair_rebuilds_a_lost_manifest(run: Run, dataset: Dataset) -> N
     assert "24 completions and hidden states" in run("verify", str(dataset.path))
 
 
+def test_speculators_train_without_a_gpu_says_so_first(run: Run, dataset: Dataset) -> None:
+    import torch
+
+    if torch.accelerator.is_available():
+        pytest.skip("there is a GPU")
+    output = dataset.path.parent / "out"
+    run("speculators-train", str(dataset.path), "--output", str(output), code=2)
+    assert "needs a GPU, and there is none here" in run.err
+    assert not output.exists()
+
+
 def test_retry_and_evict(run: Run, dataset: Dataset) -> None:
     path = str(dataset.path)
     run("retry", path, code=2)

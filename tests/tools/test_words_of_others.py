@@ -247,6 +247,17 @@ def test_progress_warnings_and_errors_pass_none_on(
     assert not OBEYED.search(seen.out + seen.err)
 
 
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("words", TRICKS)
+def test_a_live_bar_passes_none_on(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with render.Display(words) as show:
+        show(Progress(stage="extract", done=1, total=3, note=words))
+    seen = capsys.readouterr().err
+    assert "\x1b[" in seen, "no terminal, so this shows nothing"
+    assert words not in seen
+    assert not OBEYED.search(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", seen))
+
+
 @pytest.mark.parametrize("words", TRICKS)
 def test_a_screen_passes_none_on(words: str) -> None:
     file = io.StringIO()
