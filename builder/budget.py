@@ -15,11 +15,9 @@ from pathlib import Path
 
 from draftmill.manifests.errors import BudgetError
 from draftmill.manifests.files import folder_bytes
+from draftmill.manifests.headroom import default_headroom
 from draftmill.manifests.sizes import format_size, parse_size
 
-MIN_HEADROOM = 8 << 20
-MAX_HEADROOM = 512 << 20
-UNLIMITED_HEADROOM = 64 << 20
 _MEASURE_EVERY_S = 2.0
 _RETRY_S = 0.2
 
@@ -61,13 +59,6 @@ def check_budget(limit_bytes: int) -> None:
             f"{format_size(limit_bytes)} are no room for samples: {format_size(headroom)} are kept "
             "for the database, its log and snapshots, and samples need what is above that"
         )
-
-
-def default_headroom(limit_bytes: int | None) -> int:
-    """Bytes kept for the database, its log and snapshot rewrites: a sixteenth, within limits."""
-    if limit_bytes is None:
-        return UNLIMITED_HEADROOM
-    return max(MIN_HEADROOM, min(MAX_HEADROOM, limit_bytes // 16))
 
 
 class Reservation:

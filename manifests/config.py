@@ -232,10 +232,11 @@ def _where(path: Path, text: str, section: str | None, key: str, entry: int | No
     return f"{path} [{section}]" if section else str(path)
 
 
-def line_of(text: str, section: str, key: str) -> int | None:
-    """The line on which `key` of [section] is set, None where it is not."""
-    content = tomllib.loads(text).get(section, {})
-    return _line(text, section, key) if key in content else None
+def line_of(text: str, section: str, key: str, entry: int | None = None) -> int | None:
+    """The line on which `key` of [section] is set, None where it is not; `entry` as in `where`."""
+    content = tomllib.loads(text).get(section, {} if entry is None else [])
+    content = content if entry is None else content[entry]
+    return _line(text, section, key, entry) if key in content else None
 
 
 def _line(text: str, section: str | None, key: str | None, entry: int | None = None) -> int | None:

@@ -21,6 +21,7 @@ from draftmill.manifests.manifest import Manifest, ManifestDamaged
 from draftmill.manifests.published import published
 from draftmill.manifests.reader import ShardReader
 from draftmill.manifests.recovery import recover
+from draftmill.manifests.shard import list_shards
 from draftmill.manifests.snapshot import load_snapshot
 from draftmill.manifests.summary import summarize
 from draftmill.manifests.writer import DatasetWriter
@@ -34,6 +35,7 @@ class Dataset(Layout):
         """Make a new dataset folder; refuses one that holds something else."""
         dataset = cls(path)
         dataset._check_name()
+        config_text.encode()  # what cannot be written leaves no folder behind
         if dataset.config_path.exists():
             raise DatasetError(f"{path} is a dataset already. Edit {dataset.config_path} instead.")
         if dataset.path.exists() and not dataset.path.is_dir():
@@ -114,9 +116,11 @@ def _open_manifest(dataset: Dataset) -> tuple[Manifest, bool]:
         except OSError as error:
             raise DatasetError(f"{folder} must be a folder: {error.strerror}") from error
     paths = dataset.prompt_files()
-    if dataset.manifest_path.exists() or not paths:
+    shards = map(list_shards, (dataset.completions_dir, dataset.hidden_states_dir))
+    holds_something = bool(paths) or dataset.snapshot_path.exists() or any(shards)
+    if dataset.manifest_path.exists() or not holds_something:
         try:
-            if paths and not dataset.manifest_path.stat().st_size:
+            if holds_something and not dataset.manifest_path.stat().st_size:
                 raise ManifestDamaged(f"{dataset.manifest_path} is empty")
             return _own(Manifest(dataset.manifest_path), dataset), False
         except ManifestDamaged:

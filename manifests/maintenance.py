@@ -120,20 +120,25 @@ def evict(
 ) -> tuple[int, int, int]:
     """Remove hidden-states shards until `size` bytes are free (None: all of them).
 
-    Their rows go back to `generated`. Returns (shards, rows, bytes freed).
+    Their rows go back to `generated`. Shards that no row refers to go first: they cost nothing;
+    with `source` they stay. Returns (shards, rows, bytes freed).
     """
     order = "shard" if policy == "oldest" else "avg(y.tokens) DESC, shard"
     with writer.lock:
         writer.seal("hidden_states")
         on_disk = list_shards(writer.dataset.hidden_states_dir)
         rows = writer.manifest.rows(
-            "SELECT y.shard FROM payloads y JOIN prompts p USING (id) "
-            "WHERE y.stage = 'extract' GROUP BY y.shard "
-            f"HAVING ? IS NULL OR count(*) FILTER (p.source = ?) > 0 ORDER BY {order}",
-            [source, source],
+            "SELECT y.shard, $1 IS NULL OR bool_or(p.source = $1) FROM payloads y "
+            "JOIN state s ON s.id = y.id AND s.extract_payload = y.attempt "
+            "JOIN prompts p ON p.id = y.id "
+            f"WHERE y.stage = 'extract' GROUP BY y.shard ORDER BY {order}",
+            [source],
         )
+        chosen = [number for number, wanted in rows if wanted]
+        if source is None:
+            chosen = [*(on_disk.keys() - {number for number, _ in rows}), *chosen]
         freed = shards = changed = 0
-        for (number,) in rows:
+        for number in chosen:
             if number not in on_disk or (size is not None and freed >= size):
                 continue
             freed += on_disk[number].stat().st_size

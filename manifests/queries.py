@@ -67,6 +67,8 @@ def conversations(manifest: Manifest, paths: Iterable[Path], ids: Sequence[int])
     if not ids:
         return {}
     names = [str(path) for path in paths]
+    if not names:
+        raise DatasetError(_UNREADABLE.format("there is no file in prompts/"))
     batch = pa.table({"id": pa.array(ids, pa.int64())})
     with manifest.batch("wanted_ids", batch):
         try:

@@ -58,7 +58,10 @@ class RecoveryReport:
         if self.reverted:
             found.append(f"{self.reverted} rows put back because their stored bytes are missing")
         if self.foreign:
-            found.append(f"{self.foreign} records ignored that belong to no prompt of this dataset")
+            found.append(
+                f"{self.foreign} records ignored that belong to no prompt of this dataset; if a "
+                "file of prompts/ is missing, put it back: the next command takes them in"
+            )
         found.extend(f"damaged: {line}" for line in self.damaged)
         return found
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from draftmill.manifests import files
 from draftmill.manifests.codec_error import ErrorSums
+from draftmill.manifests.headroom import room_for_samples
 from draftmill.manifests.manifest import Manifest
 from draftmill.manifests.types import STATES
 
@@ -44,7 +45,7 @@ def summarize(
     if staging is not None and folder.resolve() not in staging.resolve().parents:
         used += staging_bytes
     free = shutil.disk_usage(folder).free
-    room = free if budget_bytes is None else max(0, min(free, budget_bytes - used))
+    room = room_for_samples(limit_bytes=budget_bytes, used_bytes=used, free_bytes=free)
     samples = states.get("extracted", 0)
     return {
         "prompts": {"total": sum(states.values()), **{s: states.get(s, 0) for s in STATES}},

@@ -77,6 +77,36 @@ def test_figures_of_the_night_are_those_that_the_command_prints(
         assert text.count(figure) > 1, f"{figure} is in the command's output alone"
 
 
+COMMAND = re.compile(
+    r"`(?:draftmill|pytest|bench|make) [^`]+`|^ {4}(?:draftmill|make) ", re.MULTILINE
+)
+# a number with a unit, a decimal fraction, a number of thousands
+FIGURE = re.compile(
+    r"\d+(?:[.,]\d+)? (?:%|s|ms|MB|GB|nats|steps/s)\b|\b\d+\.\d{2,}\b|\b\d+,\d{3}\b"
+)
+MEASURED = [
+    page
+    for page in PAGES
+    if page.parent.name in ("decisions", "experiments") or page.stem == "performance"
+]
+
+
+@pytest.mark.parametrize("page", MEASURED, ids=lambda page: page.name)
+def test_pages_with_figures_name_what_gives_them(page: Path) -> None:
+    text = page.read_text()
+    if FIGURE.search(text):
+        assert COMMAND.search(text) or re.search(r"`tests/\S+\.py`", text)
+    for path in re.findall(r"\btests/[\w/]+\.py", text):
+        assert (CLONE / path).is_file(), f"{page.name}: {path}"
+
+
+def test_decisions_are_numbered_once() -> None:
+    names = [path.name for path in (CLONE / "docs" / "decisions").iterdir()]
+    numbers = [re.match(r"\d{4}(?=-)", name) for name in names]
+    assert all(numbers), names
+    assert len({found[0] for found in numbers if found}) == len(names)
+
+
 def test_drawings_are_whole() -> None:
     for path in (CLONE / "docs").rglob("*.svg"):
         root = ElementTree.parse(path).getroot()

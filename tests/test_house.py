@@ -60,6 +60,15 @@ def test_one_door_per_library(library: str) -> None:
     assert outside == [], f"{library} is imported only in {doors}"
 
 
+def test_what_is_said_goes_through_one_door() -> None:
+    """There, what others wrote loses its power over the terminal."""
+    door = "tools/terminal.py"
+    for path in map(str, room_files()):
+        text = (CLONE / path).read_text()
+        assert path == door or "click.echo" not in text, f"{path}: echo of {door}"
+        assert path == "tools/render.py" or " Console(" not in text, f"{path}: console of render"
+
+
 def test_the_connector_stands_alone() -> None:
     roots = {name.partition(".")[0] for name in imports(CONNECTOR)}
     assert roots - set(sys.stdlib_module_names) <= {"torch", "vllm"}

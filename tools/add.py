@@ -16,6 +16,7 @@ from draftmill.manifests.errors import SourceFileError, UsageError
 from draftmill.manifests.writer import DatasetWriter
 from draftmill.tools.render import say
 from draftmill.tools.settings import load, writer_options
+from draftmill.tools.terminal import echo
 
 _SHOWN_ERRORS = 20
 
@@ -111,8 +112,8 @@ def add_command(
                 writer.set_license(source.label, source.license)
         pending = writer.count("pending")
     for source, report in zip(chosen, reports, strict=True):
-        click.echo(_line(source.path if sources else report.name, report))
-    click.echo(f"{pending:,} prompts pending; next: draftmill build {shlex.quote(dataset)} --serve")
+        echo(_line(source.path if sources else report.name, report))
+    echo(f"{pending:,} prompts pending; next: draftmill build {shlex.quote(dataset)} --serve")
 
 
 def _line(name: str, report: SourceReport) -> str:

@@ -47,11 +47,19 @@ async def look(
         fix = f"draftmill serve extract {model} --print, and start the server so"
         return [{"ok": False, "what": str(error), "why": _WHY, "fix": fix}]
     except ConfigError as error:
-        return [{"ok": False, "what": str(error), "why": "the canary compares with these weights"}]
+        why, fix = "the canary compares with these weights", "--weights DIR of the served target"
+        return [{"ok": False, "what": str(error), "why": why, "fix": fix}]
     except (RequestError, ServerError, RejectedError) as error:
-        return [{"ok": False, "what": f"canary: its probe failed: {error}", "why": _WHY}]
+        what = f"canary: its probe failed: {error}"
+        fix = "look at the server's log and at the staging folder, then run doctor again"
+        return [{"ok": False, "what": what, "why": _WHY, "fix": fix}]
     return [
-        {"ok": True if "agrees" in line or "transformers'" in line else None, "what": line}
+        {
+            "ok": True if "agrees" in line or "transformers'" in line else None,
+            "what": line,
+            "why": _WHY,
+            "fix": 'raise canary_memory under [extract], or see docs/vllm.md, "The canary"',
+        }
         for line in said
     ]
 

@@ -6,6 +6,7 @@ Commands live in modules of their own, so that `--help` and `status` start witho
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 import traceback
 from collections.abc import Sequence
@@ -13,8 +14,9 @@ from collections.abc import Sequence
 import click
 
 from draftmill.builder.requests.api_key import redacted
-from draftmill.manifests.errors import BudgetError, DraftmillError
+from draftmill.manifests.errors import BudgetError, DraftmillError, UsageError
 from draftmill.manifests.files import DISK_FULL
+from draftmill.tools.terminal import echo, tell_warnings
 
 # command → module of tools that defines it, in the order of the work
 COMMANDS = {
@@ -55,6 +57,7 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"draftmill.tools.{COMMANDS[cmd_name]}")
+        tell_warnings()
         attribute = {"eval": "evaluate"}.get(cmd_name, cmd_name.replace("-", "_"))
         command: click.Command = getattr(module, f"{attribute}_command")
         return command
@@ -69,7 +72,7 @@ def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         version = importlib.metadata.version("draftmill")
     except importlib.metadata.PackageNotFoundError:
         version = "unknown (not installed)"
-    click.echo(f"draftmill, version {version}")
+    echo(f"draftmill, version {version}")
     ctx.exit()
 
 
@@ -115,7 +118,9 @@ def run(arguments: Sequence[str]) -> int:
         result = cli.main(args=list(arguments), prog_name="draftmill", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
-        error.show()
+        told = io.StringIO()
+        error.show(file=told)
+        echo(told.getvalue().rstrip("\n"), err=True)
         return error.exit_code
     except click.Abort as error:
         raise KeyboardInterrupt from error
@@ -123,23 +128,35 @@ def run(arguments: Sequence[str]) -> int:
         return 1
     except DraftmillError as error:
         _trace(debug)
-        click.echo(f"draftmill: {error}", err=True)
+        echo(f"draftmill: {error}", err=True)
         return error.exit_code
     except OSError as error:
         _trace(debug)
         if error.filename is None:  # not about a place of the person's
             return _unexpected(error)
-        click.echo(f"draftmill: {error.filename}: {error.strerror}", err=True)
+        echo(f"draftmill: {error.filename}: {error.strerror}", err=True)
         return BudgetError.exit_code if error.errno in DISK_FULL else 1
     except Exception as error:
         if str(error) == "Query interrupted":  # what DuckDB makes of a KeyboardInterrupt
             raise KeyboardInterrupt from error
         _trace(debug)
+        if (bad := next((each for each in arguments if not _is_text(each)), None)) is not None:
+            echo(f"draftmill: {bad!r} is not UTF-8 text", err=True)
+            return UsageError.exit_code
         return _unexpected(error)
 
 
+def _is_text(argument: str) -> bool:
+    """False for bytes of a file name or option that are no UTF-8, which Python keeps as halves."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _unexpected(error: Exception) -> int:
-    click.echo(
+    echo(
         f"draftmill: unexpected {type(error).__name__}: {redacted(str(error))}\n"
         "This is a fault in draftmill; run again with `draftmill --debug …` for a traceback.",
         err=True,
@@ -150,7 +167,7 @@ def _unexpected(error: Exception) -> int:
 def _trace(debug: bool) -> None:
     if debug:
         # Libraries put whole replies into their exceptions, and servers quote keys in replies.
-        click.echo(redacted(traceback.format_exc()), err=True)
+        echo(redacted(traceback.format_exc()), err=True)
 
 
 if __name__ == "__main__":

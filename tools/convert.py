@@ -9,6 +9,7 @@ import click
 
 from draftmill.manifests.target import TargetModel
 from draftmill.tools.render import say
+from draftmill.tools.terminal import echo
 from draftmill.trainer.settings import DraftForm
 
 
@@ -39,4 +40,4 @@ def convert_command(
 
     facts = TargetModel.from_folder(target, name=name) if target else None
     done = convert_draft(draft, Path(output), form, target=facts, note=say)
-    click.echo(f"draft: {done}")
+    echo(f"draft: {done}")

@@ -46,6 +46,11 @@ def explain(found: Mapping[str, Any], notes: tuple[str, ...] = ()) -> str:
         )
     used = {found["rates"][stage]["from"] for stage in STAGES}
     sources = [f"{name}: {table.source}" for name, table in HARDWARE.items() if name in used]
+    if sources:
+        sources.append(
+            "other speeds: --hardware NAME, --rate STAGE=TOKENS_PER_S, or those of a dataset that "
+            "has worked for five minutes"
+        )
     lines += _money(found) + _budget(found)
     return "\n".join([*lines, *sources, *notes])
 
@@ -81,8 +86,9 @@ def _budget(found: Mapping[str, Any]) -> list[str]:
         return []
     size = found["stored_bytes"][found["codec"]]
     lines = [
-        f"disk budget       {both_units(found['budget_bytes'])}: "
-        + ("fits" if found["fits"] else f"{both_units(size - found['budget_bytes'])} too little")
+        f"disk budget       {both_units(found['budget_bytes'])}, for hidden states "
+        f"{both_units(found['room_bytes'])}: "
+        + ("fits" if found["fits"] else f"{both_units(size - found['room_bytes'])} too little")
         + f"; {found['samples_that_fit']:,} samples fit"
     ]
     for way in found["ways"]:

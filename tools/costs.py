@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from draftmill.manifests.headroom import room_for_samples
+
 Stage = Literal["generate", "extract", "train"]
 STAGES: tuple[Stage, ...] = ("generate", "extract", "train")
 BF16_BYTES = 2
@@ -61,7 +63,10 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be done. `layers` counts all that is stored: the auxiliary ones and the last."""
+    """What is to be done. `layers` counts all that is stored: the auxiliary ones and the last.
+
+    `other_bytes` are what a dataset holds beside hidden states.
+    """
 
     hidden_size: int
     layers: int
@@ -73,6 +78,7 @@ class Job:
     codec: str = "em-zfast"
     shares: Mapping[str, float] = field(default_factory=lambda: dict(STORED_SHARE))
     budget_bytes: int | None = None
+    other_bytes: int = 0
     cost_per_hour: float | None = None
     link_gbps: float | None = None
 
@@ -90,6 +96,17 @@ class Job:
     def stored_bytes(self) -> float:
         """What the hidden states of all samples take with the job's codec."""
         return self.tokens * self.bytes_per_token * self.shares[self.codec]
+
+    @property
+    def room_bytes(self) -> int | None:
+        """What the budget leaves for hidden states beside the database and `other_bytes`."""
+        if self.budget_bytes is None:
+            return None
+        return room_for_samples(
+            limit_bytes=self.budget_bytes,
+            used_bytes=self.other_bytes,
+            free_bytes=self.budget_bytes,
+        )
 
 
 def estimate(job: Job) -> dict[str, Any]:
@@ -117,7 +134,8 @@ def estimate(job: Job) -> dict[str, Any]:
         "move": _move(job, hours),
         "budget_bytes": job.budget_bytes,
         "samples_that_fit": _fit(job, job.codec),
-        "fits": None if job.budget_bytes is None else job.stored_bytes <= job.budget_bytes,
+        "room_bytes": job.room_bytes,
+        "fits": None if job.room_bytes is None else job.stored_bytes <= job.room_bytes,
         "ways": _ways(job, hours),
     }
 
@@ -164,18 +182,19 @@ def _move(job: Job, hours: Mapping[Stage, float]) -> dict[str, Any] | None:
 
 
 def _fit(job: Job, codec: str) -> int | None:
-    if job.budget_bytes is None:
+    if job.room_bytes is None:
         return None
     per_sample = job.tokens_per_sample * job.bytes_per_token * job.shares[codec]
-    return int(job.budget_bytes // per_sample)
+    return int(job.room_bytes // per_sample)
 
 
 def _ways(job: Job, hours: Mapping[Stage, float]) -> list[dict[str, Any]]:
     """How a job that is too large is brought into the budget; empty when it fits."""
-    if job.budget_bytes is None or job.stored_bytes <= job.budget_bytes:
+    room = job.room_bytes
+    if room is None or job.stored_bytes <= room:
         return []
     fit = _fit(job, job.codec) or 0
-    longest = math.floor(job.tokens_per_sample * job.budget_bytes / job.stored_bytes)
+    longest = math.floor(job.tokens_per_sample * room / job.stored_bytes)
     ways: list[dict[str, Any]] = [
         {"way": "fewer samples", "works": fit > 0, "samples": fit},
         {"way": "shorter samples", "works": longest > 0, "tokens_per_sample": longest},
@@ -187,7 +206,7 @@ def _ways(job: Job, hours: Mapping[Stage, float]) -> list[dict[str, Any]]:
                 {
                     "way": "lossless" if codec in LOSSLESS else "lossy",
                     "codec": codec,
-                    "works": size <= job.budget_bytes,
+                    "works": size <= room,
                     "stored_bytes": size,
                     "samples": min(job.samples, _fit(job, codec) or 0),
                 }

@@ -30,6 +30,7 @@ from draftmill.tools.questions import SOURCE, write_questions
 from draftmill.tools.render import duration, say
 from draftmill.tools.settings import Settings, load, writer_options
 from draftmill.tools.stages import build, exit_code
+from draftmill.tools.terminal import echo
 from draftmill.tools.train import make_vocab, run_train
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -241,5 +242,5 @@ def demo_command(folder: str, small: bool, again: bool) -> None:
         shutil.rmtree(path, ignore_errors=True)
     facts = run_demo(path, SMALL if small else FULL)
     say("5/5 done")
-    click.echo(summary(path, facts))
-    click.echo(f"\nlook around: draftmill status {os.path.relpath(path / 'dataset')}")
+    echo(summary(path, facts))
+    echo(f"\nlook around: draftmill status {os.path.relpath(path / 'dataset')}")

@@ -21,9 +21,10 @@ from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.sizes import format_size
 from draftmill.tools import canary
 from draftmill.tools.doctor_servers import Expected, Stage, server
-from draftmill.tools.findings import Finding, as_json, faults, show
+from draftmill.tools.findings import Finding, document, faults, show
 from draftmill.tools.settings import Settings, load, staging_folder, writer_options
 from draftmill.tools.stages import WEIGHTS, weights_folder
+from draftmill.tools.terminal import echo_json
 
 # Versions that the tests of this release run against; others may work.
 TESTED = {
@@ -234,7 +235,7 @@ def doctor_command(
             if not json_wanted:
                 show(finding)
     if json_wanted:
-        click.echo(as_json(findings))
+        echo_json(document(findings))
     if faults(findings):
         ctx.exit(1)
 

@@ -62,9 +62,9 @@ async def server(url: str, model: str | None, expected: Expected) -> list[Findin
             ids = await client.probe_token_ids()
             path = await client.prefill(_long(ids), request_id=f"{_REQUEST}0")
         except ServerError as error:
-            return [*found, Finding(ok=False, what=str(error), why="no stage can use this server")]
+            return [*found, _unusable(str(error), expected)]
         except RequestError as error:
-            return [*found, Finding(ok=False, what=f"a probe request failed: {error}")]
+            return [*found, _unusable(f"a probe request failed: {error}", expected)]
         if path is None:
             found += await _generates(client, expected)
         else:
@@ -81,6 +81,17 @@ async def server(url: str, model: str | None, expected: Expected) -> list[Findin
                 )
             )
     return found
+
+
+def _unusable(what: str, expected: Expected) -> Finding:
+    kind = expected.stage or "generate|extract"
+    return Finding(
+        ok=False,
+        what=what,
+        why="no stage can use this server",
+        fix=f"`draftmill serve {kind} MODEL --print` prints the command of one that can; its log "
+        "says why it refuses or does not answer; --url if it is elsewhere",
+    )
 
 
 def _long(ids: Sequence[int]) -> list[int]:
@@ -124,9 +135,15 @@ async def _generates(client: TargetClient, expected: Expected) -> list[Finding]:
             reply = await client.chat(_QUESTION, sampling={}, max_tokens=_REASONING_TOKENS)
     except TimeoutError:
         what = f"no reply of {_REASONING_TOKENS} tokens within {_REPLY_S:.0f} s"
-        return [*found, Finding(ok=False, what=what, why="generate would wait as long")]
+        slow = Finding(
+            ok=False,
+            what=what,
+            why="generate would wait as long",
+            fix="look at the server's log and at who else uses it, then run doctor again",
+        )
+        return [*found, slow]
     except (RequestError, ServerError, RejectedError) as error:
-        return [*found, Finding(ok=False, what=f"a probe request failed: {error}")]
+        return [*found, _unusable(f"a probe request failed: {error}", expected)]
     if reply.ids_rebuilt:
         found.append(
             Finding(
@@ -192,7 +209,7 @@ async def _extracts(
     try:
         staging = Staging(expected.staging, expected.dataset)
     except ConfigError as error:
-        return [Finding(ok=False, what=str(error))]
+        return [_staging_fault(error, expected.staging)]
     try:
         for number in (1, 2):  # the second one meets a cache that the first one filled
             await _look(client, staging, path, ids, expected.layers)
@@ -219,7 +236,7 @@ async def _extracts(
             )
         ]
     except ConfigError as error:
-        return [Finding(ok=False, what=str(error), why="extract reads and deletes what is there")]
+        return [_staging_fault(error, expected.staging)]
     except (RequestError, ServerError) as error:
         return [
             Finding(
@@ -240,6 +257,16 @@ async def _extracts(
             f"{expected.staging}, twice the same for the same prompt",
         )
     ]
+
+
+def _staging_fault(error: ConfigError, folder: Path) -> Finding:
+    return Finding(
+        ok=False,
+        what=str(error),
+        why="extract reads what the server writes there, and deletes it",
+        fix=f"mkdir -p {folder}, owned by the user that runs both; or name another with `staging` "
+        "under [extract]",
+    )
 
 
 async def _look(

@@ -5,7 +5,6 @@ Reads what is known of the model, the prompts and a running dataset; the arithme
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from draftmill.tools.cost_words import explain
 from draftmill.tools.costs import HARDWARE, STAGES, STORED_SHARE, Job, Rate, Stage, estimate
 from draftmill.tools.render import duration
 from draftmill.tools.settings import load
+from draftmill.tools.terminal import echo, echo_json
 
 EAGLE3_LAYERS = 4
 CHARACTERS_PER_TOKEN = 4.0
@@ -47,6 +47,7 @@ class Known:
     codec: str | None = None
     ratio: float | None = None
     disk_budget: str | None = None
+    other_bytes: int | None = None
     rates: Mapping[Stage, Rate] | None = None
     notes: tuple[str, ...] = ()
 
@@ -116,6 +117,7 @@ def _shown_by(reader: DatasetReader) -> Known:
         prompt_tokens=prompt,
         completion_tokens=row["completion_tokens"],
         ratio=counts["disk"]["compression_ratio"],
+        other_bytes=counts["disk"]["used_bytes"] - counts["disk"]["hidden_states_bytes"],
         rates=rates,
     )
 
@@ -281,11 +283,12 @@ def estimate_command(
         known,
         rates=_rates(given, hardware, known.rates or {}),
         budget_bytes=budget_bytes,
+        other_bytes=known.other_bytes or 0,
         cost_per_hour=cost_per_hour,
         link_gbps=link_gbps,
     )
     found = estimate(job)
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        echo_json(found)
     else:
-        click.echo(explain(found, known.notes))
+        echo(explain(found, known.notes))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from draftmill.tools.measure import (
     measure_url,
 )
 from draftmill.tools.render import say
+from draftmill.tools.terminal import echo, echo_json
 
 _COUNT = click.IntRange(1, 1 << 20)
 
@@ -123,12 +123,12 @@ def evaluate_command(
     found = document(drafted, plain)
     keep(found, folder, ", ".join(Path(p).name for p in prompts), Path(plot) if plot else None)
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        echo_json(found)
         return
-    click.echo(f"{found['prompts']:,} prompts, {found['completion_tokens']:,} tokens")
-    click.echo(_line("all", found))
+    echo(f"{found['prompts']:,} prompts, {found['completion_tokens']:,} tokens")
+    echo(_line("all", found))
     for source, part in found["by_source"].items():
-        click.echo(_line(source, part))
+        echo(_line(source, part))
 
 
 async def _at_urls(

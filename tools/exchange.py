@@ -15,6 +15,7 @@ from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.sizes import format_size
 from draftmill.tools.render import duration, say
 from draftmill.tools.settings import load, writer_options
+from draftmill.tools.terminal import echo
 
 _SHOWN_REASONS = 5
 _LINE_EVERY_S = 10.0
@@ -59,12 +60,12 @@ def export_command(dataset: str, output: str, format: str, fp8: bool) -> None:
         say=say,
         on_sample=_Ticker("export"),
     )
-    click.echo(
+    echo(
         f"{output}: {report.written:,} samples written ({report.tokens:,} tokens, "
         f"{format_size(report.bytes)}), {report.kept:,} were there already"
     )
     backend = " --hidden-states-backend fp8" if fp8 else ""
-    click.echo(f"next: speculators train --data-path {shlex.quote(output)}{backend} …")
+    echo(f"next: speculators train --data-path {shlex.quote(output)}{backend} …")
 
 
 @click.command("import")
@@ -97,11 +98,11 @@ def import_command(dataset: str, folder: str, name: str | None) -> None:
             max_seq_len=extract.max_seq_len,
             on_sample=_Ticker("import"),
         )
-    click.echo(
+    echo(
         f"{folder}: {report.new:,} prompts added, {report.known:,} known already, "
         f"{report.useless:,} without a supervised token"
     )
-    click.echo(
+    echo(
         f"{report.completions:,} completions and {report.states:,} hidden states stored, "
         f"{report.rejected:,} rejected, {report.without_states:,} without states"
     )

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
-import click
+from draftmill.tools.terminal import echo
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One check. `ok` None is worth knowing but no fault; `fix` is what to type or to change."""
+    """One check. `ok` None is worth knowing but no fault.
+
+    What is not ok says `why` it matters and its `fix`: what to type or to change.
+    """
 
     ok: bool | None
     what: str
     why: str = ""
     fix: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.ok is True or (self.why and self.fix), f"no why or no fix: {self.what}"
 
 
 def faults(findings: Sequence[Finding]) -> int:
@@ -24,17 +30,16 @@ def faults(findings: Sequence[Finding]) -> int:
     return sum(finding.ok is False for finding in findings)
 
 
-def as_json(findings: Sequence[Finding]) -> str:
+def document(findings: Sequence[Finding]) -> dict[str, Any]:
     """The document of `doctor --json`."""
-    found = {"faults": faults(findings), "findings": [asdict(each) for each in findings]}
-    return json.dumps(found, indent=2)
+    return {"faults": faults(findings), "findings": [asdict(each) for each in findings]}
 
 
 def show(finding: Finding) -> None:
     """One finding, for a person."""
     mark = {True: "ok  ", False: "FAULT", None: "note"}[finding.ok]
-    click.echo(f"{mark} {finding.what}")
+    echo(f"{mark} {finding.what}")
     if finding.ok is not True:
         for name in ("why", "fix"):
             if text := getattr(finding, name):
-                click.echo(f"     {name}: {text}")
+                echo(f"     {name}: {text}")

@@ -17,6 +17,7 @@ from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import ConfigError, UsageError
 from draftmill.manifests.target import TargetModel, default_target_layer_ids
 from draftmill.tools.settings import LISTS, DatasetSettings, TargetSettings, budget_of
+from draftmill.tools.terminal import echo
 from draftmill.trainer.settings import TrainSettings
 
 
@@ -122,13 +123,13 @@ def init_command(
         extract={"max_seq_len": max_seq_len},
     )
     layers = len(facts.target_layer_ids) + 1
-    click.echo(f"{created.config_path}: settings; edit them before the first build")
-    click.echo(
+    echo(f"{created.config_path}: settings; edit them before the first build")
+    echo(
         f"target {facts.model}: {facts.num_layers} layers of {facts.hidden_size}, hidden states of "
         f"layers {', '.join(map(str, facts.extraction_layer_ids))}: "
         f"{layers * facts.hidden_size * 2:,} bytes a token before compression"
     )
-    click.echo(f"next: draftmill add {shlex.quote(dataset)} PROMPTS.jsonl")
+    echo(f"next: draftmill add {shlex.quote(dataset)} PROMPTS.jsonl")
 
 
 def create(

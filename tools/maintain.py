@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import Any
 
@@ -16,6 +15,7 @@ from draftmill.manifests.sizes import format_size, parse_size
 from draftmill.manifests.verify import VerifyReport, verify
 from draftmill.tools import settings
 from draftmill.tools.render import say
+from draftmill.tools.terminal import echo, echo_json
 
 
 class _TokenRange(click.ParamType[tuple[int | None, int | None]]):
@@ -112,14 +112,14 @@ def retry_command(
         with opened.reader() as reader:
             matches, unknown = _matching(reader.manifest, chosen)
         _print_matches(matches, unknown)
-        click.echo(f"{len(matches):,} rows would be asked again")
+        echo(f"{len(matches):,} rows would be asked again")
         return
     with opened.writer(**settings.writer_options(opened, loaded)) as writer:
         matches, unknown = _matching(writer.manifest, chosen)
         count = maintenance.retry(writer, [match.id for match in matches])
         limits = writer.settings_of("generate")
     _print_matches(matches, unknown)
-    click.echo(f"{count:,} rows will be asked again")
+    echo(f"{count:,} rows will be asked again")
     if truncated and limits.get("max_completion_tokens") == loaded.generate.max_completion_tokens:
         say(
             f"max_completion_tokens is still {loaded.generate.max_completion_tokens}: truncated "
@@ -131,10 +131,10 @@ def _print_matches(matches: list[maintenance.Match], unknown: int) -> None:
     kinds = Counter(match[1:] for match in matches)
     for (state, stage, error_class), count in kinds.most_common():
         if state in ("generated", "extracted"):
-            click.echo(f"{count:,} truncated")
+            echo(f"{count:,} truncated")
         else:
             why = f" ({error_class})" if error_class else ""
-            click.echo(f"{count:,} {state.replace('_', ' ')} at {stage}{why}")
+            echo(f"{count:,} {state.replace('_', ' ')} at {stage}{why}")
     if unknown:
         say(f"{unknown:,} rows left out: no server answered them, so their length is not known")
 
@@ -166,27 +166,34 @@ def verify_command(
         with opened.reader() as reader:
             report = verify(opened.path, reader.manifest, threads=threads, deep=deep)
     if as_json:
-        click.echo(json.dumps(report.document(), indent=2))
+        echo_json(report.document())
     else:
         _print_report(report)
     if not report.ok:
         if not as_json:
-            say(f"draftmill verify {dataset} --repair puts these rows back to be made again")
+            say(_advice(dataset, report, repair))
         ctx.exit(1)
+
+
+def _advice(dataset: str, report: VerifyReport, repaired: bool) -> str:
+    """What helps against the faults that are left."""
+    if repaired or all(fault.shard.startswith("prompts/") for fault in report.damaged):
+        return "what is left is in no other file: restore these files from a copy"
+    return f"draftmill verify {dataset} --repair puts these rows back to be made again"
 
 
 def _print_report(report: VerifyReport) -> None:
     for fault in report.damaged:
         whose = "" if fault.sample is None else f", sample {fault.sample}"
         end = fault.offset + fault.length
-        click.echo(f"damaged: {fault.shard} bytes {fault.offset}..{end}{whose}: {fault.reason}")
+        echo(f"damaged: {fault.shard} bytes {fault.offset}..{end}{whose}: {fault.reason}")
     for fault in report.unused:
         end = fault.offset + fault.length
-        click.echo(f"damage in unused bytes: {fault.shard} bytes {fault.offset}..{end}")
-    size = format_size(report.bytes_checked)
-    click.echo(
-        f"{report.samples_checked:,} samples, {size} checked: "
-        + ("ok" if not report.damaged else f"{len(report.damaged)} faults")
+        echo(f"damage in unused bytes: {fault.shard} bytes {fault.offset}..{end}")
+    size, count = format_size(report.bytes_checked), len(report.damaged)
+    echo(
+        f"{report.samples_checked:,} completions and hidden states, {size} checked: "
+        + ("ok" if not count else f"{count:,} fault{'s' if count > 1 else ''}")
         + (f", {report.repaired} repaired" if report.repaired else "")
     )
 
@@ -223,4 +230,4 @@ def evict_command(
     with opened.writer(**settings.writer_options(opened, settings.load(opened))) as writer:
         _check_known(writer.manifest, "source", "source", "prompts", source)
         shards, rows, freed = maintenance.evict(writer, wanted, policy=policy, source=source)
-    click.echo(f"{shards:,} shards removed, {format_size(freed)} freed, {rows:,} rows to extract")
+    echo(f"{shards:,} shards removed, {format_size(freed)} freed, {rows:,} rows to extract")

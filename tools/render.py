@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import Any
 
-import click
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
+from rich.segment import Segment
+from rich.text import Text
 
 from draftmill.builder.progress import Progress, StageReport
 from draftmill.manifests.sizes import format_size
+from draftmill.tools.terminal import clean, echo
 
 _LINE_EVERY_S = 10.0
 
@@ -38,7 +41,9 @@ def eta(progress: Progress) -> str:
 
 def describe(progress: Progress) -> str:
     """One line of figures."""
-    parts = [f"{progress.done:,}/{progress.total:,}", f"{progress.in_flight} in flight"]
+    parts = [f"{progress.done:,}/{progress.total:,}"]
+    if progress.stage != "train":  # whose rows go nowhere
+        parts.append(f"{progress.in_flight} in flight")
     if progress.tokens_per_s:
         parts.append(f"{progress.tokens_per_s:,.0f} tokens/s")
     for name in ("timed_out", "failed", "rejected"):
@@ -59,7 +64,24 @@ def console(*, stderr: bool = False) -> Console:
 
     Names, paths and servers' words may hold square brackets (`[/INST]`), which would be markup.
     """
-    return Console(stderr=stderr, markup=False, emoji=False)
+    return _Screen(stderr=stderr, markup=False, emoji=False)
+
+
+class _Screen(Console):
+    """A console that obeys nobody but this program."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(clean(text), **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        # Before it is laid out where that is possible, so that lines stay within the screen.
+        if isinstance(renderable, Text) and clean(renderable.plain) != renderable.plain:
+            renderable = Text(clean(renderable.plain), renderable.style, end=renderable.end)
+        for segment in super().render(renderable, options):
+            text = segment.text if segment.control else clean(segment.text)
+            yield segment if text == segment.text else Segment(text, segment.style)
 
 
 class Display:
@@ -98,7 +120,7 @@ class Display:
             )
         elif time.monotonic() - self._line_at >= _LINE_EVERY_S:
             self._line_at = time.monotonic()
-            click.echo(f"{self.label}: {describe(progress)}", err=True)
+            echo(f"{self.label}: {describe(progress)}", err=True)
 
     def __exit__(
         self,
@@ -109,12 +131,12 @@ class Display:
         if self._bar is not None:
             self._bar.stop()
         elif self._last is not None:
-            click.echo(f"{self.label}: {describe(self._last)}", err=True)
+            echo(f"{self.label}: {describe(self._last)}", err=True)
 
 
 def say(text: str) -> None:
     """A line about what is happening; goes to stderr, results go to stdout."""
-    click.echo(text, err=True)
+    echo(text, err=True)
     sys.stderr.flush()
 
 

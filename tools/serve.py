@@ -17,6 +17,7 @@ from draftmill.manifests.errors import ServerError, UsageError
 from draftmill.manifests.target import TargetModel, default_target_layer_ids
 from draftmill.tools.init import layer_list
 from draftmill.tools.render import say
+from draftmill.tools.terminal import echo
 
 Kind = Literal["generate", "extract"]
 # A file for the server's environment; importing it here would need vLLM.
@@ -35,7 +36,13 @@ CONNECTOR_FILE = Path(launcher.__file__).with_name("connector.py")
     show_default=True,
     help="Where its log, its state and the connector lie.",
 )
-@click.option("--port", type=int, default=8000, show_default=True, help="Port in the command.")
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    default=8000,
+    show_default=True,
+    help="Where the server listens, on 127.0.0.1.",
+)
 @click.option("--print", "print_only", is_flag=True, help="Only print the command.")
 def serve_command(
     kind: Kind,
@@ -47,9 +54,10 @@ def serve_command(
     port: int,
     print_only: bool,
 ) -> None:
-    """Start vLLM for MODEL with the flags that generate or extract needs.
+    """Start vLLM for MODEL with the flags that generate or extract needs, until Ctrl-C.
 
     \b
+    draftmill serve generate ./Kimi-K2.5 --name moonshotai/Kimi-K2.5
     draftmill serve extract ./Kimi-K2.5 --staging /dev/shm/staging --print
     """
     try:
@@ -71,13 +79,13 @@ def serve_command(
         if kind == "extract":
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copy(CONNECTOR_FILE, folder / f"{CONNECTOR_MODULE}.py")
-        click.echo(
+        echo(
             printable_command(
                 spec, engine=engine, port=port, host="127.0.0.1", connector_folder=folder
             )
         )
         return
-    asyncio.run(_foreground(Server(spec, run_folder=folder, on_wait=say)))
+    asyncio.run(_foreground(Server(spec, run_folder=folder, on_wait=say, port=port)))
 
 
 def _default_layers(kind: str, model: str) -> tuple[int, ...]:
@@ -99,7 +107,7 @@ async def _foreground(server: Server) -> None:
     """Serve until Ctrl-C or until the server ends by itself."""
     with StopSignals() as signals:
         async with server:
-            click.echo(server.url)
+            echo(server.url)
             ended = asyncio.create_task(server.died())
             asked = asyncio.create_task(signals.requested.wait())
             await asyncio.wait((ended, asked), return_when=asyncio.FIRST_COMPLETED)

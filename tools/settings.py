@@ -117,11 +117,29 @@ LISTS: dict[str, type] = {"sources": SourceSettings}
 # Options of commands that go before a setting, for one run.
 OPTIONS = {
     ("dataset", "disk_budget"): "extract --disk-budget",
+    ("dataset", "max_prompts"): "add --limit",
+    ("target", "path"): "extract --weights",
     ("generate", "concurrency"): "generate --concurrency",
     ("generate", "timeout_s"): "generate --timeout",
+    ("generate", "reasoning"): "generate --reasoning",
     ("extract", "staging"): "extract --staging",
     ("extract", "concurrency"): "extract --concurrency",
     ("extract", "codec"): "extract --codec",
+    **{
+        ("train", key): f"train --{key.replace('_', '-')}"
+        for key in (
+            "steps",
+            "epochs",
+            "lr",
+            "max_seq_len",
+            "draft_vocab_size",
+            "seed",
+            "device",
+            "checkpoint_format",
+            "fsdp",
+            "tensorboard",
+        )
+    },
 }
 
 

@@ -33,6 +33,7 @@ def speculators_train_command(
     from draftmill.trainer import speculators_store as store  # torch loads only where it is needed
 
     opened = Dataset.open(dataset)
+    store.check_device()
     settings = load(opened)
     facts = target_facts(settings, target)
     folder = Path(output)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -29,9 +30,10 @@ from draftmill.tools.settings import (
     target_weights,
     writer_options,
 )
+from draftmill.tools.terminal import echo
 from draftmill.tools.train import make_vocab
+from draftmill.tools.turns import Kind, turns
 
-Kind = Literal["generate", "extract"]
 _RESTARTS = 3
 
 URLS = click.option(
@@ -64,15 +66,14 @@ def target_argument(settings: Settings) -> str:
 
 
 async def run_generate(
-    writer: DatasetWriter, settings: Settings, urls: Sequence[str]
+    writer: DatasetWriter, settings: Settings, urls: Sequence[str], staging: Path
 ) -> StageReport:
     """The generate stage, with its progress on the screen."""
     chosen = settings.generate
     if chosen.model is None:
         chosen = replace(chosen, model=settings.target.model)
     with Display("generate") as show:
-        budget = Budget(limit_bytes=writer.budget_bytes, dataset=writer.dataset.path)
-        report = await generate(writer, chosen, urls, show, budget=budget)
+        report = await generate(writer, chosen, urls, show, budget=_budget(writer, staging))
     say(stage_line(report))
     return report
 
@@ -90,9 +91,7 @@ async def run_extract(
             model=settings.generate.model or target.model,
             layers=Layers(layer_ids=target.extraction_layer_ids, hidden_size=target.hidden_size),
             staging=staging,
-            budget=Budget(
-                limit_bytes=writer.budget_bytes, dataset=writer.dataset.path, staging=staging
-            ),
+            budget=_budget(writer, staging),
             on_progress=show,
             target=target_weights(settings),
             say=say,
@@ -101,20 +100,39 @@ async def run_extract(
     return report
 
 
-async def serve_and_run(
-    kind: Kind, writer: DatasetWriter, settings: Settings, staging: Path
-) -> StageReport:
-    """Start the stage's server, or find it running, run the stage and stop the server.
+def _budget(writer: DatasetWriter, staging: Path) -> Budget:
+    """What is left in a staging folder counts at either stage."""
+    return Budget(limit_bytes=writer.budget_bytes, dataset=writer.dataset.path, staging=staging)
 
-    A server that dies is started again, a few times: the stage then goes on where it was.
+
+async def run_stage(
+    stage: Kind, writer: DatasetWriter, settings: Settings, urls: Sequence[str], staging: Path
+) -> StageReport:
+    """One stage, on servers that are there."""
+    run = run_generate if stage == "generate" else run_extract
+    return await run(writer, settings, urls, staging)
+
+
+async def serve_and_run(
+    stages: Sequence[Kind], writer: DatasetWriter, settings: Settings, staging: Path
+) -> list[StageReport]:
+    """Start a server for `stages`, or find it running, run them in turn and stop the server.
+
+    It is the last stage's: an extraction server can tokenise for generate. One that dies is started
+    again, a few times: the stage then goes on where it was.
     """
+
+    async def work(server: Server) -> list[StageReport]:
+        reports: list[StageReport] = []
+        for stage in stages:
+            reports.append(await run_stage(stage, writer, settings, [server.url], staging))
+            if ended_early(reports[-1]):
+                break
+        return reports
+
     for restarts_left in reversed(range(_RESTARTS + 1)):
-        async with _server(kind, writer, settings, staging) as server:
-            if kind == "generate":
-                work = run_generate(writer, settings, [server.url])
-            else:
-                work = run_extract(writer, settings, [server.url], staging)
-            stage, death = asyncio.create_task(work), asyncio.create_task(server.died())
+        async with _server(stages[-1], writer, settings, staging) as server:
+            stage, death = asyncio.create_task(work(server)), asyncio.create_task(server.died())
             try:
                 await asyncio.wait((stage, death), return_when=asyncio.FIRST_COMPLETED)
                 if stage.done() or not restarts_left:
@@ -157,27 +175,25 @@ def build(
     with opened.writer(**writer_options(opened, settings)) as writer:
         for line in writer.recovery.lines():
             say(line)
-        todo = {"generate": "pending", "extract": "generated"}
-        for stage in stages:
-            if not writer.count(todo[stage]):  # type: ignore[arg-type]
-                say(f"{stage}: nothing to do")
-                continue
-            if stage == "extract" and not urls[stage]:
+        for turn in turns(stages, urls, writer):
+            if turn[-1] == "extract" and not urls["extract"]:
                 staging.mkdir(parents=True, exist_ok=True)
-            if not urls[stage]:
-                work = serve_and_run(stage, writer, settings, staging)
-            elif stage == "generate":
-                work = run_generate(writer, settings, urls[stage])
+            if urls[turn[0]]:
+                given = run_stage(turn[0], writer, settings, urls[turn[0]], staging)
+                reports.append(asyncio.run(given))
             else:
-                work = run_extract(writer, settings, urls[stage], staging)
-            reports.append(asyncio.run(work))
-            last = reports[-1]
-            if last.interrupted or last.stopped or last.over_budget:
+                reports += asyncio.run(serve_and_run(turn, writer, settings, staging))
+            if ended_early(reports[-1]):
                 break
         summary = writer.summary()
         if any(report.over_budget for report in reports):
             say(_account(writer, settings, summary))
     return reports, summary["prompts"]
+
+
+def ended_early(report: StageReport) -> bool:
+    """Whether what comes after this stage should not begin."""
+    return bool(report.interrupted or report.stopped or report.over_budget)
 
 
 def _account(writer: DatasetWriter, settings: Settings, summary: dict[str, Any]) -> str:
@@ -197,9 +213,12 @@ def finish(ctx: click.Context, reports: Sequence[StageReport], left: dict[str, i
     counts = ", ".join(
         f"{count:,} {name.replace('_', ' ')}" for name, count in left.items() if count
     )
-    click.echo(f"dataset: {counts or 'empty'}")
+    echo(f"dataset: {counts or 'empty'}")
     if left["timed_out"] or left["failed"]:
         say(f"`draftmill retry {ctx.params['dataset']} --timed-out --failed` asks for these again")
+    if left["extracted"] and not (left["pending"] or left["generated"]):
+        dataset = shlex.quote(ctx.params["dataset"])
+        say(f"next: draftmill train {dataset} --output {dataset}-draft")
     ctx.exit(exit_code(reports, left))
 
 

@@ -6,7 +6,6 @@ shown, and `status --json` then costs no more than the start of Python.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,6 +15,7 @@ from draftmill.manifests.errors import ConfigError
 from draftmill.manifests.layout import Layout
 from draftmill.manifests.published import published
 from draftmill.manifests.sizes import format_size
+from draftmill.tools.terminal import echo, echo_json
 
 # So that a line of tab-separated values stays one.
 _ESCAPES = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})
@@ -136,7 +136,7 @@ def status_command(dataset: str, as_json: bool, watch: bool) -> None:
         _watch(dataset, as_json=as_json)
     found = document(dataset)
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        echo_json(found)
     else:
         _show(dataset, found)
 
@@ -180,16 +180,16 @@ def sql_command(dataset: str, query: str, as_json: bool) -> None:
         found = reader.sql(query)
     if as_json:
         for row in found.to_pylist():
-            click.echo(json.dumps(row, default=str))
+            echo_json(row, indent=None, default=str)
         return
     screen = console()
     if screen.is_terminal:
         screen.print(_grid(found))
         return
     # Nothing is cut or wrapped for a file or a pipe: a row is a line, whatever is in it.
-    click.echo("\t".join(found.column_names))
+    echo("\t".join(found.column_names))
     for row in found.to_pylist():
-        click.echo("\t".join(_cell(value) for value in row.values()))
+        echo("\t".join(_cell(value) for value in row.values()))
 
 
 def _cell(value: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +16,7 @@ from draftmill.manifests.errors import ConfigError, UsageError
 from draftmill.manifests.target import TargetModel
 from draftmill.tools.render import Display, duration, say
 from draftmill.tools.settings import Settings, load
+from draftmill.tools.terminal import echo
 from draftmill.trainer.settings import DraftForm, Finetune, TrainSettings, is_leader
 
 
@@ -58,7 +61,7 @@ def make_vocab(path: Path, settings: Settings, target: str | None = None) -> Non
     found = vocab.make_vocab(
         path, settings.train.draft_vocab_size, target=target_facts(settings, target)
     )
-    click.echo(
+    echo(
         f"vocab: {found.size:,} tokens cover {100 * found.coverage:.2f} % of the supervised tokens"
     )
 
@@ -131,8 +134,12 @@ def train_command(
     report = run_train(
         opened.path, settings, settings.train, Path(output), target, finetune=finetune, grow=grow
     )
+    if is_leader() and not report.interrupted:
+        model = shlex.quote(target or settings.target.path or settings.target.model)
+        draft = shlex.quote(output)
+        echo(f"next: draftmill eval {draft} --target {model} --prompts HELD_OUT.jsonl")
     if report.interrupted and is_leader():
-        click.echo(f"stopped at step {report.step} of {report.steps}; the same command goes on")
+        echo(f"stopped at step {report.step} of {report.steps}; the same command goes on")
     if report.interrupted:
         ctx.exit(130)
 
@@ -205,17 +212,26 @@ def _unseen(progress: Progress) -> None:
 
 
 def _show_report(report: Any) -> None:
-    figures = ", ".join(f"{name} {value:.3f}" for name, value in report.validation.items())
-    click.echo(
+    echo(
         f"train: {report.step} of {report.steps} steps, {report.samples:,} samples, "
         f"{report.tokens:,} tokens in {duration(report.seconds)}; draft vocabulary "
         f"{report.draft_vocab_size:,} covers {100 * report.coverage:.1f} %"
     )
-    if figures:
-        click.echo(f"validation ({report.validation_samples:,} samples): {figures}")
-    click.echo(
+    if report.validation:
+        echo(_validation(report.validation, report.validation_samples))
+    echo(
         f"samples: {report.cut:,} cut at max_seq_len, {report.nothing_supervised:,} left out "
         f"because nothing in them is supervised; {100 * report.waste:.1f} % of places empty"
     )
     if not report.interrupted:
-        click.echo(f"draft: {report.output}")
+        echo(f"draft: {report.output}")
+
+
+def _validation(figures: Mapping[str, float], samples: int) -> str:
+    """What a person asks first; log.jsonl and the model card have all of it."""
+    count = sum(name.startswith("full_acc_") for name in figures)
+    places = " / ".join(f"{figures[f'full_acc_{place}']:.3f}" for place in range(count))
+    return (
+        f"validation ({samples:,} samples): {figures['accepted_per_step']:.3f} accepted per step, "
+        f"accuracy by position {places}, loss {figures['loss']:.3f}"
+    )

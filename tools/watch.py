@@ -6,13 +6,11 @@ writer last published; how old they are is shown.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -25,6 +23,7 @@ from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DatasetError
 from draftmill.manifests.sizes import format_size
 from draftmill.tools.render import describe, duration, eta
+from draftmill.tools.terminal import echo, echo_json
 
 EVERY_S = 2.0
 _QUIET_S = 20.0
@@ -47,7 +46,7 @@ def watch(dataset: Dataset, *, as_json: bool, console: Console) -> NoReturn:
     if as_json or not console.is_terminal:
         while True:
             found = read(dataset)
-            click.echo(json.dumps(found) if as_json else line(found))
+            echo_json(found, indent=None) if as_json else echo(line(found))
             time.sleep(EVERY_S)
     rates: deque[float] = deque(maxlen=_HISTORY)
 
@@ -102,7 +101,13 @@ def view(
 ) -> RenderableType:
     """The whole screen. Pure: everything it shows is in its arguments."""
     parts: list[RenderableType] = [_head(name, found, now, alive)]
-    parts += [Panel(_prompts(found["prompts"]), title="prompts", title_align="left")]
+    parts += [
+        Panel(
+            _prompts(found["prompts"], found.get("truncated", 0)),
+            title="prompts",
+            title_align="left",
+        )
+    ]
     if found.get("running"):
         running = Progress.of(found["running"])
         title = running.stage if alive else f"{running.stage} (ended without saying so)"
@@ -119,7 +124,7 @@ def _head(name: str, found: Mapping[str, Any], now: float, alive: bool) -> Text:
         head.append(f", last written {duration(age)} ago", style="dim")
     elif not alive:
         head.append(
-            f"  process {found['pid']} is gone since {duration(age)}; the same command goes on "
+            f"  process {found['pid']} has been gone for {duration(age)}; the same command goes on "
             "where it was",
             style="bold yellow",
         )
@@ -130,7 +135,7 @@ def _head(name: str, found: Mapping[str, Any], now: float, alive: bool) -> Text:
     return head
 
 
-def _prompts(prompts: Mapping[str, int]) -> RenderableType:
+def _prompts(prompts: Mapping[str, int], truncated: int = 0) -> RenderableType:
     total = max(1, prompts["total"])
     bar, legend = Text(), []
     for name, mark, style in _STATES:
@@ -139,6 +144,8 @@ def _prompts(prompts: Mapping[str, int]) -> RenderableType:
         label = Text(f"{mark} {name.replace('_', ' ')}", style=style)
         legend.append((label, _right(f"{prompts[name]:,}", 9), _right(share, 8)))
     bar.append(f"  {prompts['total']:,} in all", style="bold")
+    if truncated:
+        bar.append(f", {truncated:,} truncated", style="yellow")
     return Group(bar, _two_by_two(legend))
 
 

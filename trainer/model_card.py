@@ -112,8 +112,8 @@ def model_card(
         )
         if validation
         else "No samples were kept for validation.",
-        f"Of {len(plan.validation):,} samples of conversations that were not trained on, at step "
-        f"{best_step if best_step is not None else steps}, within the draft vocabulary. "
+        f"Measured on {len(plan.validation):,} samples of conversations that were not trained on, "
+        f"at step {best_step if best_step is not None else steps}, within the draft vocabulary. "
         "`full_acc_i`: draft tokens 0 to i are all the target's first choice; "
         "`accepted_per_step`: what greedy decoding would have accepted along the completions.",
         f"![Loss and accuracy]({TRAINING_PLOT})",
@@ -189,7 +189,11 @@ def _stages(data: Data) -> list[str]:
     lines = []
     for stage, word in (("generate", "Generated"), ("extract", "Hidden states extracted")):
         if values := data.settings[stage]:
-            listed = ", ".join(f"{name} {_plain(value)}" for name, value in sorted(values.items()))
+            listed = ", ".join(
+                f"{name} {_plain(value)}"
+                for name, value in sorted(values.items())
+                if value is not None  # left to the server
+            )
             lines.append(f"{word} with {listed}.")
     return lines
 

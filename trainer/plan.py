@@ -52,6 +52,11 @@ def make_plan(table: pa.Table, settings: TrainSettings) -> Plan:
     selection = data.select(table, settings.max_seq_len)
     held_out = data.is_validation(selection.samples, settings.validation)
     train, validation = selection.samples.take(~held_out), selection.samples.take(held_out)
+    if table.num_rows == 0:
+        raise DatasetError(
+            "Nothing to train on: no sample has hidden states yet. `draftmill status DATASET` says "
+            "how far it is; `draftmill extract DATASET` or `build` goes on."
+        )
     if len(train) == 0:
         raise DatasetError(
             f"Nothing to train on: {table.num_rows} samples with hidden states, of which "

@@ -224,6 +224,15 @@ def arguments(
     ]
 
 
+def check_device() -> None:
+    """UsageError where there is nothing that speculators' trainer could run on."""
+    if not torch.accelerator.is_available():
+        raise UsageError(
+            "speculators' trainer needs a GPU, and there is none here; `draftmill train` trains an "
+            "EAGLE-3 draft on a CPU, too"
+        )
+
+
 def run(arguments: Sequence[str]) -> None:
     """`speculators train` with this backend; needs a GPU, as that trainer does."""
     from speculators.train.cli import main

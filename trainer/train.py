@@ -112,7 +112,13 @@ def train(
                 stack.enter_context(locked_run(output))
             origin = None if start is None else start.digest
             plan = _bound_plan(
-                dataset, settings, target, target_layer_ids, output, origin, grow and group.leads
+                dataset,
+                settings,
+                target,
+                target_layer_ids,
+                output,
+                origin,
+                tell if grow and group.leads else None,
             )
             return plan, _vocab(dataset, settings, target, output, start)
 
@@ -134,6 +140,8 @@ def train(
             _log_start(loop.log, loop, vocab, notes)
         stop = stack.enter_context(interruptible())
         before = loop.position.step
+        if before >= plan.steps and not grow:
+            note("this run is finished; with other settings or samples, name another --output")
         interrupted = loop.run(stop, on_progress)
         position = loop.position
         # Not again for a finished run: its card may have measurements in it by now.
@@ -196,9 +204,12 @@ def _bound_plan(
     target_layer_ids: Sequence[int],
     output: Path,
     finetuned_from: str | None,
-    grow: bool,
+    tell_growth: OnNote | None,
 ) -> Plan:
-    """The run's plan. A new one is made before the folder is bound to it: a refusal leaves none."""
+    """The run's plan; with `tell_growth` grown, and that is told what came of it.
+
+    A new one is made before the folder is bound to it: a refusal leaves none.
+    """
     # The database is closed again at once: while it is open, nobody can write the dataset.
     with Dataset.open(dataset).reader() as reader:
         table = reader.trainable()
@@ -207,7 +218,9 @@ def _bound_plan(
     if path.exists():
         bind_run(output, settings, target, target_layer_ids, finetuned_from)
         plan = load_plan(path, table, settings.max_seq_len)
-        return _grown(plan, table, settings, output) if grow else plan
+        if tell_growth is None:
+            return plan
+        return _grown(plan, table, settings, output, tell_growth)
     if checkpoint.checkpoints(output):
         raise DamagedError(
             f"{path} is gone, without which the checkpoints beside it cannot go on with the same "
@@ -219,16 +232,29 @@ def _bound_plan(
     return plan
 
 
-def _grown(plan: Plan, table: pa.Table, settings: TrainSettings, output: Path) -> Plan:
+def _grown(
+    plan: Plan, table: pa.Table, settings: TrainSettings, output: Path, tell: OnNote
+) -> Plan:
     """The plan with the samples that were added since, frozen again before any of them is used."""
     found = checkpoint.latest(output)
     position = Position() if found is None else found[0]
+    too_late = (
+        "takes no more samples in. To train on new ones, name another --output; with "
+        f"--finetune-from {output} it starts from this draft"
+    )
     if position.step >= plan.steps:
+        tell(f"--grow: this run is finished ({plan.steps:,} steps) and {too_late}")
         return plan
     epoch, row = next_epoch(plan, settings, position.cursor)
     grown = grow_plan(plan, table, settings, epoch=epoch, row=row)
     if grown is not plan:
         save_plan(grown, output / "plan.parquet")
+        more = len(grown.train) - len(plan.train)
+        tell(f"--grow: {more:,} new samples from epoch {epoch + 1} on, {grown.steps:,} steps")
+    elif not settings.steps and epoch >= settings.epochs:
+        tell(f"--grow: this run is in its last epoch and {too_late}")
+    else:
+        tell("--grow: the dataset has no new sample to train on")
     return grown
 
 

@@ -177,7 +177,7 @@ def _trainable(dataset: Path) -> tuple[Dataset, Samples]:
     if len(samples) == 0:
         raise DatasetError(
             f"{dataset} has no sample with hidden states that supervises anything. "
-            f"Run `draftmill build {dataset}` first."
+            f"`draftmill extract {dataset}` fetches them."
         )
     return opened, samples
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from draftmill.builder.exchange import folder as form
-from draftmill.manifests import queries
+from draftmill.manifests import lock, queries
 from draftmill.manifests.dataset import Dataset, DatasetReader
 from draftmill.manifests.errors import BudgetError, DatasetError, SourceFileError
 from draftmill.manifests.files import disk_full_is_budget
@@ -21,6 +22,7 @@ from draftmill.manifests.sizes import format_size
 from draftmill.manifests.types import Completion, Location
 
 _PAGE = 256
+_LOCK = ".lock"
 # Bytes of the table for a token (two int64) and for a sample beside its text.
 _TABLE_TOKEN, _TABLE_ROW = 16, 1024
 
@@ -50,8 +52,15 @@ def export(
     Raises BudgetError before anything is written when the volume has no room, DatasetError when
     the folder holds other samples.
     """
-    with dataset.reader() as reader:
+    with ExitStack() as stack:
+        reader = stack.enter_context(dataset.reader())
         samples = {row["hash"]: row for row in reader.extracted().to_pylist()}
+        if not samples:
+            raise DatasetError(
+                f"{dataset.path} has no sample with hidden states yet. Run "
+                f"`draftmill extract {dataset.path}` first."
+            )
+        stack.enter_context(_locked(output))
         order = _order(output, samples)
         left = [
             row
@@ -85,14 +94,12 @@ def export(
 
 def _order(output: Path, samples: dict[str, dict[str, Any]]) -> list[str]:
     """Hashes of the samples by row: as the folder has them, then those that are new, by id."""
-    if output.exists() and not output.is_dir():
-        raise DatasetError(f"{output} is no folder. Name a new one.")
-    if not output.exists() or not any(output.iterdir()):
+    if {each.name for each in output.iterdir()} <= {_LOCK}:
         return list(samples)
     try:
         there = [row.note for row in form.Table(output)]
     except SourceFileError:
-        started = {form.STATES, f".{form.ARROW}.tmp", form.ARROW, "dataset_info.json"}
+        started = {_LOCK, form.STATES, f".{form.ARROW}.tmp", form.ARROW, "dataset_info.json"}
         if {each.name for each in output.iterdir()} <= started:
             return list(samples)  # killed before its table was whole
         raise DatasetError(f"{output} holds something else. Name a new folder.") from None
@@ -121,13 +128,26 @@ def _arithmetic(
     return text, states + table
 
 
-def _check_room(output: Path, text: str, need: int, say: Callable[[str], None]) -> None:
+@contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """Make the folder and hold its lock: two exports would mix up their rows."""
+    if output.exists() and not output.is_dir():
+        raise DatasetError(f"{output} is no folder. Name a new one.")
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DatasetError(
             f"{output} cannot be made: {error.strerror}. Name a new folder."
         ) from error
+    refusal = (
+        f"{output} is being written by process {{owner}}. Wait until it ends, or name another "
+        "folder."
+    )
+    with lock.held(output / _LOCK, refusal):
+        yield
+
+
+def _check_room(output: Path, text: str, need: int, say: Callable[[str], None]) -> None:
     volume = os.statvfs(output)
     free = volume.f_bavail * volume.f_frsize
     if need > free:

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from draftmill.builder.budget import Budget
 from draftmill.builder.commit import Committer
 from draftmill.builder.extraction.canary import Canary
-from draftmill.builder.extraction.held_back import BAD, HeldBack
 from draftmill.builder.extraction.intake import Layers
 from draftmill.builder.extraction.leftovers import Leftovers
 from draftmill.builder.extraction.precision import MeasuringPublisher, Precision
@@ -27,6 +26,7 @@ from draftmill.builder.extraction.servers import ExtractServers
 from draftmill.builder.extraction.settings import ExtractSettings
 from draftmill.builder.extraction.staging import Staging
 from draftmill.builder.extraction.watch import CanaryWatch
+from draftmill.builder.held_back import HeldBack
 from draftmill.builder.progress import OnProgress, Progress, RateMeter, StageReport
 from draftmill.builder.requests.client import TargetClient
 from draftmill.builder.stop import StopSignals, stoppable
@@ -34,13 +34,14 @@ from draftmill.manifests.codec_error import ErrorSums
 from draftmill.manifests.errors import BudgetError, ServerError
 from draftmill.manifests.layout import Layout
 from draftmill.manifests.target import TargetModel
-from draftmill.manifests.types import GeneratedSample, Result, State
+from draftmill.manifests.types import GeneratedSample, Outcome, Result, State
 
 __all__ = ["ExtractSettings", "ExtractWriter", "Layers", "extract"]
 
 log = logging.getLogger(__name__)
 
 PAGE_ROWS = 64
+BAD: tuple[Outcome, ...] = ("rejected", "failed", "timed_out")
 SHOW_S = 2.0
 # How long the last files of requests that were given up are waited for.
 LAST_SWEEP_S = 3.0
@@ -112,7 +113,7 @@ class _Stage:
         self._halted = asyncio.Event()
         self._error: BaseException | None = None
         self._rates = RateMeter()
-        self._held_back = HeldBack(settings.stop_after_bad)
+        self._held_back = HeldBack(settings.stop_after_bad, BAD, "extract")
         if budget.staging_limit_bytes is None:
             budget.staging_limit_bytes = settings.staging_bytes
 

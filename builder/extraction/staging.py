@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from draftmill.builder.requests.client import PROBE_ID
 from draftmill.builder.requests.failures import GarbledReplyError
 from draftmill.manifests.errors import ConfigError, RejectedError, TransientError
 
@@ -115,7 +116,7 @@ class Staging:
         self.folder = folder
         owner = hashlib.sha256(str(dataset.resolve()).encode()).hexdigest()[:10]
         self._prefix = f"draftmill-{owner}-"
-        self._ours = re.compile(rf"{self._prefix}[0-9a-f]{{8}}-\d+-\d+x")
+        self._ours = re.compile(rf"{self._prefix}[0-9a-f]{{8}}-\d+-\d+x|{PROBE_ID}")
         self._run = secrets.token_hex(4)
         try:
             self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -167,8 +168,8 @@ class Staging:
                 if locked:
                     raise LockHeldError(f"{server} held {name}.lock for more than {timeout_s:g} s")
                 raise TransientError(
-                    f"{server} wrote no {name} into {self.folder}: it must run with this folder "
-                    "as its shared_storage_path"
+                    f"{server} wrote no {name} into {self.folder}: name the server's folder with "
+                    "--staging, or start it with this one as its shared_storage_path"
                 )
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _LAST_LOOK_S)

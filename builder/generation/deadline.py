@@ -119,6 +119,16 @@ class PaceClock:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a server may show no progress, and how often it is looked at."""
+
+    interval_s: float = 2.0
+    watchdog_s: float = 120.0
+    probe_s: float = 120.0
+    lost_s: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeadlineRule:
     """How much longer than the arithmetic says a request may take."""
 

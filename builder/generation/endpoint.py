@@ -17,7 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftmill.builder.generation.controller import Controller
-from draftmill.builder.generation.deadline import ActiveClock, Deadline, DeadlineRule, PaceClock
+from draftmill.builder.generation.deadline import (
+    ActiveClock,
+    Deadline,
+    DeadlineRule,
+    PaceClock,
+    Patience,
+)
 from draftmill.builder.requests.client import ServedModel, TargetClient
 from draftmill.builder.requests.failures import (
     ConnectionCutError,
@@ -46,16 +52,6 @@ HEALTH_FRESH_S = 0.2
 TOKENIZERS = 16  # a server tokenises on few threads; more calls at once only wait there
 
 Log = Callable[["Endpoint", str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How long a server may show no progress, and how often it is looked at."""
-
-    interval_s: float = 2.0
-    watchdog_s: float = 120.0
-    probe_s: float = 120.0
-    lost_s: float = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +96,7 @@ class Endpoint:
         self.load: ServerLoad | None = None
         self.state = "up"
         self.reason = ""
+        self.suspect = False  # refuses everything, or so it seems: `refusals`
         self.progress_s = active.seconds  # when something last showed that the server works
         self.taken = 0  # requests, and tokens they may take, that `pool` sent or will send
         self.taken_tokens = 0
@@ -124,7 +121,7 @@ class Endpoint:
     def room(self, tokens: int) -> float:
         """Free share of the limit, 0 when nothing may be sent now. Something always fits an
         idle server, however many tokens it may take."""
-        if self.state != "up" or self.taken >= self.controller.limit:
+        if self.state != "up" or self.suspect or self.taken >= self.controller.limit:
             return 0.0
         if self._paused_until and time.monotonic() < self._paused_until:
             return 0.0
@@ -248,7 +245,11 @@ class Endpoint:
 
     def pause(self, seconds: float) -> None:
         """Sends nothing for some seconds, as the server asked."""
-        self._paused_until = max(self._paused_until, time.monotonic() + seconds)
+        now = time.monotonic()
+        longer_s = now + seconds - max(now, self._paused_until)
+        self._paused_until = max(self._paused_until, now + seconds)
+        if longer_s >= self.patience.interval_s:  # shorter ones no reading would show
+            self._log(self, f"nothing is sent for {seconds:,.0f} s: the server asks for patience")
         asyncio.get_running_loop().call_later(seconds, self.changed)
 
     async def _healthy(self) -> bool:

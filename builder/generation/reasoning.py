@@ -6,28 +6,24 @@ back until one has some, or until there are enough of them to say so.
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
-
 from draftmill.manifests.types import GIVEN, Result
-
-T = TypeVar("T")
 
 REPLIES = 20
 
 
-class ReasoningGuard(Generic[T]):
-    """Holds back rejections for want of reasoning, with something of the stage's for each."""
+class ReasoningGuard:
+    """Holds back rejections for want of reasoning."""
 
     def __init__(self, *, required: bool) -> None:
         self.seen = not required
-        self._held: list[tuple[Result, T]] = []
+        self._held: list[Result] = []
 
-    def holds_back(self, result: Result, mine: T) -> bool:
-        """Whether the result must wait for `release`."""
+    def takes(self, result: Result) -> bool:
+        """Whether the result was held back, until `release`."""
         if self.seen or result.attempt.finish_reason == GIVEN:
             return False  # an answer that came with its prompt tells nothing about a parser
         if result.attempt.error_class == "no_reasoning":
-            self._held.append((result, mine))
+            self._held.append(result)
             return True
         self.seen = result.attempt.outcome == "generated"
         return False
@@ -43,7 +39,7 @@ class ReasoningGuard(Generic[T]):
             'or set reasoning to "any".'
         )
 
-    def release(self) -> list[tuple[Result, T]]:
+    def release(self) -> list[Result]:
         """What was held back; it is the caller's from here on."""
         held, self._held = self._held, []
         return held

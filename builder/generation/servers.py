@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import xxhash
 
-from draftmill.builder.requests.client import TargetClient
+from draftmill.builder.generation.controller import Controller
+from draftmill.builder.generation.deadline import ActiveClock, DeadlineRule, Patience
+from draftmill.builder.generation.endpoint import Endpoint, Log
+from draftmill.builder.generation.settings import GenerateSettings
+from draftmill.builder.requests import open_files
+from draftmill.builder.requests.client import PROBE_S, TargetClient
 from draftmill.builder.requests.prefill import after_turn
 from draftmill.builder.requests.retry_policy import RetryPolicy, retried
 from draftmill.builder.requests.twins import distinct
@@ -70,6 +75,45 @@ async def open_servers(urls: Sequence[str], model: str | None, probe_s: float) -
     except BaseException:
         await asyncio.gather(*(each.aclose() for each in clients), return_exceptions=True)
         raise
+
+
+def endpoints_of(
+    servers: Servers,
+    settings: GenerateSettings,
+    active: ActiveClock,
+    *,
+    log: Log,
+    changed: Callable[[], None],
+) -> list[Endpoint]:
+    """The servers, ready to be asked."""
+    most = open_files.connections(len(servers.clients))
+    fixed = None if settings.concurrency == "auto" else min(settings.concurrency, most)
+    endpoints = []
+    for client in servers.clients:
+        endpoint = Endpoint(
+            client,
+            Controller(maximum=min(settings.max_concurrency, most), fixed=fixed),
+            DeadlineRule(
+                margin=settings.deadline_margin,
+                floor_s=settings.min_deadline_s,
+                timeout_s=settings.timeout_s,
+            ),
+            Patience(
+                interval_s=settings.control_interval_s,
+                watchdog_s=settings.watchdog_s,
+                lost_s=settings.lost_s,
+                probe_s=PROBE_S,
+            ),
+            active,
+            probe_ids=servers.probe_ids if settings.check_template else None,
+            log=log,
+            changed=changed,
+        )
+        endpoint.max_in_flight_tokens = settings.max_in_flight_tokens
+        if client.url in servers.away:
+            endpoint.go_down("it has not answered yet")
+        endpoints.append(endpoint)
+    return endpoints
 
 
 async def _agree(clients: Sequence[TargetClient], probe_s: float) -> Servers:

@@ -65,6 +65,11 @@ class GenerateSettings:
     lost_s: float = setting(
         60.0, "A request of which an idle server knows nothing for so long is sent again."
     )
+    stop_after_bad: int = setting(
+        32,
+        "Use a server no more when it refuses so many prompts in a row and answers none; their "
+        "rows stay pending. 0: never.",
+    )
     give_up_s: float = setting(
         3600.0, "Stop after so many seconds without any server; big models load for long."
     )
@@ -115,6 +120,7 @@ class GenerateSettings:
         not_negative = (
             "min_deadline_s",
             "timeout_passes",
+            "stop_after_bad",
             "retry_base_s",
             "retry_max_s",
             "stop_grace_s",

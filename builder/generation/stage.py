@@ -16,21 +16,20 @@ from typing import Any, TypeVar
 from draftmill.builder.budget import Budget, Reservation
 from draftmill.builder.commit import BATCH_ROWS, Committer
 from draftmill.builder.generation import gates
-from draftmill.builder.generation.controller import Controller
-from draftmill.builder.generation.deadline import ActiveClock, DeadlineRule, timeout_arithmetic
-from draftmill.builder.generation.endpoint import Endpoint, Patience
+from draftmill.builder.generation.deadline import ActiveClock, timeout_arithmetic
+from draftmill.builder.generation.endpoint import Endpoint
 from draftmill.builder.generation.gates import UserGate
 from draftmill.builder.generation.pool import Pool
 from draftmill.builder.generation.reasoning import ReasoningGuard
+from draftmill.builder.generation.refusals import Refusals
 from draftmill.builder.generation.room import BYTES_PER_TOKEN
 from draftmill.builder.generation.row import RowRunner
-from draftmill.builder.generation.servers import Servers, open_servers
+from draftmill.builder.generation.servers import endpoints_of, open_servers
 from draftmill.builder.generation.settings import GenerateSettings
 from draftmill.builder.generation.story import Story
 from draftmill.builder.generation.watch import Watch
 from draftmill.builder.progress import OnProgress, StageReport
 from draftmill.builder.publish import Publisher
-from draftmill.builder.requests import open_files
 from draftmill.builder.requests.client import PROBE_S
 from draftmill.builder.stop import StopSignals, stoppable
 from draftmill.manifests.errors import BudgetError, ServerError
@@ -114,9 +113,8 @@ class _Stage:
         self._halted = asyncio.Event()
         self._error: BaseException | None = None
         self._timeout_noted: dict[str, float] = {}
-        self._reasoning: ReasoningGuard[Reservation | None] = ReasoningGuard(
-            required=settings.reasoning == "required"
-        )
+        self._reasoning = ReasoningGuard(required=settings.reasoning == "required")
+        self._refusals = Refusals(settings.stop_after_bad)
 
     async def run(self, urls: Sequence[str], signals: StopSignals) -> None:
         async with AsyncExitStack() as stack:
@@ -125,7 +123,13 @@ class _Stage:
             if servers is None:
                 self.report.interrupted = True
                 return
-            endpoints = [self._endpoint(servers, client) for client in servers.clients]
+            endpoints = endpoints_of(
+                servers,
+                self._settings,
+                self._active,
+                log=self._story.decided,
+                changed=self._pool.changed,
+            )
             for endpoint in endpoints:
                 stack.push_async_callback(endpoint.aclose)
             await stack.enter_async_context(self._committer)
@@ -144,6 +148,7 @@ class _Stage:
             ]
             await asyncio.gather(*(each.read() for each in watches))
             self._pool.add(endpoints)
+            self._refusals.watch(endpoints)
             background = [
                 asyncio.create_task(self._guarded(each))
                 for each in (self._tick(), self._obey(signals), *(each.run() for each in watches))
@@ -156,36 +161,10 @@ class _Stage:
                 await asyncio.gather(*background, *self._tasks, return_exceptions=True)
             if self._error is not None:
                 raise self._error
+            if self.report.stopped is None:
+                await self._release(self._refusals.release())
             await self._committer.flush()
             await self._flush_decisions()
-
-    def _endpoint(self, servers: Servers, client: Any) -> Endpoint:
-        settings = self._settings
-        most = open_files.connections(len(servers.clients))
-        fixed = None if settings.concurrency == "auto" else min(settings.concurrency, most)
-        endpoint = Endpoint(
-            client,
-            Controller(maximum=min(settings.max_concurrency, most), fixed=fixed),
-            DeadlineRule(
-                margin=settings.deadline_margin,
-                floor_s=settings.min_deadline_s,
-                timeout_s=settings.timeout_s,
-            ),
-            Patience(
-                interval_s=settings.control_interval_s,
-                watchdog_s=settings.watchdog_s,
-                lost_s=settings.lost_s,
-                probe_s=PROBE_S,
-            ),
-            self._active,
-            probe_ids=servers.probe_ids if settings.check_template else None,
-            log=self._story.decided,
-            changed=self._pool.changed,
-        )
-        endpoint.max_in_flight_tokens = settings.max_in_flight_tokens
-        if client.url in servers.away:
-            endpoint.go_down("it has not answered yet")
-        return endpoint
 
     # -- claiming --------------------------------------------------------------------------------
 
@@ -204,21 +183,25 @@ class _Stage:
                 if self._tasks and grace_s:
                     await asyncio.wait(self._tasks, timeout=grace_s)
                 return
-            await self._release_unreasoned()
-            await self._committer.flush()
 
     async def _dispatch(self, patience: float) -> None:
         """Starts a task for every pending row, in id order, as servers have room; waits for all.
 
         The cursor is all that is remembered: what is in flight is pending for the next run.
         """
-        cursor = 0
-        while page := await self._committer.call(self._writer.pending, cursor, PAGE_ROWS):
-            for row in page:
-                await self._start(row, patience)
-            cursor = page[-1].id
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        spared = True
+        while spared:
+            cursor = 0
+            while page := await self._committer.call(self._writer.pending, cursor, PAGE_ROWS):
+                for row in page:
+                    await self._start(row, patience)
+                cursor = page[-1].id
+            while self._tasks:
+                await asyncio.wait(self._tasks)
+            self._refusals.judge(all_asked=True)
+            spared = self._refusals.spared()
+            await self._release([*self._reasoning.release(), *self._refusals.release()])
+            await self._committer.flush()
 
     async def _start(self, row: PendingPrompt, patience: float) -> None:
         while self._uncommitted >= self._pool.limit + BATCH_ROWS:
@@ -252,13 +235,18 @@ class _Stage:
     ) -> None:
         try:
             result = await self._runner.run(row, endpoint, tokens, patience)
-            if self._reasoning.holds_back(result, room):
+            if self._reasoning.takes(result) or self._refusals.takes(result):
+                self._uncommitted -= 1
+                self._fewer.set()
+                if room is not None:
+                    room.release()  # such a result has no record
                 if self._reasoning.missing is not None:
                     self._halt(ServerError(self._reasoning.missing))
                 return
             await self._put(result, room)
+            await self._release(self._refusals.answered(result))
             if self._reasoning.seen:
-                await self._release_unreasoned()
+                await self._release(self._reasoning.release())
         except Exception as error:
             self._halt(error)
 
@@ -274,9 +262,10 @@ class _Stage:
 
         await self._committer.put(result, then=committed)
 
-    async def _release_unreasoned(self) -> None:
-        for result, room in self._reasoning.release():
-            await self._put(result, room)
+    async def _release(self, held: Sequence[Result]) -> None:
+        for result in held:
+            self._uncommitted += 1
+            await self._put(result, None)
 
     # -- watching --------------------------------------------------------------------------------
 
@@ -305,6 +294,7 @@ class _Stage:
             step = self._active.tick(time.monotonic())
             for endpoint in self._pool.endpoints:
                 endpoint.tick(step)
+            self._refusals.judge()
             if (reason := self._pool.hopeless(self._settings.give_up_s)) is not None:
                 self._halt(reason=reason)
             if self._active.seconds - shown_s >= SHOW_S:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 
 from draftmill.builder.generation.controller import Reading
-from draftmill.builder.generation.deadline import ActiveClock
-from draftmill.builder.generation.endpoint import Endpoint, Log, Patience, Tally
+from draftmill.builder.generation.deadline import ActiveClock, Patience
+from draftmill.builder.generation.endpoint import Endpoint, Log, Tally
 from draftmill.builder.requests.metrics import ServerLoad
 from draftmill.manifests.errors import TransientError
 

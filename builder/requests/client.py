@@ -57,6 +57,7 @@ KEEPALIVE_S = 3.0
 CONNECT_S = 10.0
 SHORT_CALL_S = 15.0
 PROBE_S = 120.0
+PROBE_ID = "draftmill-probe-0x"  # an extraction server makes a file of it, which `staging` sweeps
 MAX_CONNECTIONS = 8192
 BAD_URLS = (aiohttp.InvalidURL, httpx2.UnsupportedProtocol, httpx2.InvalidURL)
 TELEMETRY_HEADERS = ("x-stainless-read-timeout",) + tuple(
@@ -191,7 +192,9 @@ class TargetClient:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                reply = await self.chat(PROBE_CONVERSATION, sampling={}, max_tokens=1)
+                reply = await self.chat(
+                    PROBE_CONVERSATION, sampling={}, max_tokens=1, request_id=PROBE_ID
+                )
                 if self._has_tokenize:
                     await self.tokenize({"prompt": "a"})
         except TimeoutError:
@@ -203,7 +206,12 @@ class TargetClient:
     # -- requests --------------------------------------------------------------------------------
 
     async def chat(
-        self, conversation: str, *, sampling: Mapping[str, Any], max_tokens: int | None
+        self,
+        conversation: str,
+        *,
+        sampling: Mapping[str, Any],
+        max_tokens: int | None,
+        request_id: str | None = None,
     ) -> Completion:
         """One completion of a conversation (canonical JSON object with `messages`), not streamed.
 
@@ -215,7 +223,7 @@ class TargetClient:
             parameters["max_completion_tokens"] = max_tokens
         # both are JSON objects: joining the texts spares parsing and rendering the messages
         body = f"{conversation[:-1]},{json.dumps(parameters)[1:]}"
-        reply = json_of(await self._post("/chat/completions", body))
+        reply = json_of(await self._post("/chat/completions", body, _named(request_id)))
         completion = completion_of_reply(reply)
         if completion is None:
             completion = await rebuilt_completion(reply, conversation, self.tokenize)
@@ -236,7 +244,7 @@ class TargetClient:
         """The reply to one prompt of token ids, one token long; `more` goes into the request."""
         ids = token_ids if isinstance(token_ids, Sequence) else token_ids.tolist()
         body = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, **more}
-        headers = None if request_id is None else {"X-Request-Id": request_id}
+        headers = _named(request_id)
         return json_of(await self._post("/completions", json.dumps(body), headers))
 
     async def tokenize(self, request: Mapping[str, Any]) -> list[int] | None:
@@ -320,3 +328,7 @@ def _server_words(error: openai.APIStatusError) -> str:
     message = body.get("message") if isinstance(body, dict) else None
     text = one_line(message if isinstance(message, str) else error.response.text)
     return text[:600] or error.response.reason_phrase
+
+
+def _named(request_id: str | None) -> dict[str, str] | None:
+    return None if request_id is None else {"X-Request-Id": request_id}

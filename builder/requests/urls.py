@@ -14,7 +14,9 @@ def split_url(url: str) -> tuple[str, str]:
     text = text.rstrip("/")
     try:
         parts = urlsplit(text)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        # whoever resolves the name would raise what nobody expects of an address
+        named = bool(parts.hostname and parts.hostname.encode("idna") and " " not in text)
+        valid = parts.scheme in ("http", "https") and named and parts.port != 0
     except ValueError:
         valid = False
     if valid and (parts.username or parts.password or parts.query):

@@ -33,7 +33,7 @@ from draftmill.builder.serving.command import (
     vllm_engine,
 )
 from draftmill.builder.serving.log import last_line, why_it_ended
-from draftmill.builder.serving.state import HOST, ServerFiles, ServerState, free_port
+from draftmill.builder.serving.state import HOST, ServerFiles, ServerState, check_free, free_port
 from draftmill.manifests import files
 from draftmill.manifests.errors import ServerError
 
@@ -59,7 +59,8 @@ class Server:
     started with the same settings and stopped otherwise. Servers of other kinds that were left in
     the run folder are stopped first: they hold the memory that this one needs.
 
-    `on_wait` is told in a line of text what is being waited for, at most every 10 s.
+    `on_wait` is told in a line of text what is being waited for, at most every 10 s. Without
+    `port` it listens on one that is free.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class Server:
         *,
         run_folder: Path,
         on_wait: OnWait = _silent,
+        port: int | None = None,
     ) -> None:
         self.spec = spec
+        self._wanted_port = port
         self.files = ServerFiles(run_folder, spec.kind)
         self.reused = False
         self._on_wait = on_wait
@@ -204,7 +207,7 @@ class Server:
 
     def _prepare(self) -> tuple[list[str], dict[str, str]]:
         """Command and environment, with a free port; the connector is put where it is found."""
-        self._port = free_port()
+        self._port = self._wanted_port or free_port()
         engine = vllm_engine(self.spec.settings.python)
         if self.spec.kind == "extract":
             assert self.spec.staging is not None
@@ -223,7 +226,8 @@ class Server:
             return False
         found = await _to_the_end(processes.marked, state.mark)
         root = processes.root_of(found)
-        if root is not None and state.fingerprint == wanted:
+        fits = state.fingerprint == wanted and self._wanted_port in (None, state.port)
+        if root is not None and fits:
             self._mark, self._port, self._pid = state.mark, state.port, root.pid
             self.reused = True
             self._on_wait(f"found the {self.spec.kind} server of an earlier run (pid {root.pid})")
@@ -234,6 +238,7 @@ class Server:
         return False
 
     def _launch(self, command: list[str], environment: dict[str, str]) -> None:
+        check_free(self._port)
         self._mark = secrets.token_hex(16)
         # first the state, then the process: killed in between, the mark still finds it
         self.files.write(

@@ -83,6 +83,19 @@ class ServerFiles:
             os.close(lock_fd)
 
 
+def check_free(port: int) -> None:
+    """ServerError if somebody listens on this port already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise ServerError(
+                f"port {port} on {HOST} cannot be used: {error.strerror}. Stop what listens there, "
+                "or name another port."
+            ) from error
+
+
 def free_port() -> int:
     """A port nobody listens on, below those that outgoing connections are given.
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftmill.builder.budget import Budget, check_budget, default_headroom, parse_budget
+from draftmill.builder.budget import Budget, check_budget, parse_budget
 from draftmill.manifests.errors import BudgetError
 from draftmill.manifests.files import folder_bytes
+from draftmill.manifests.headroom import default_headroom
 
 MB = 1_000_000
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.builder.requests.client import TargetClient
+from draftmill.builder.requests.client import PROBE_ID, TargetClient
 from draftmill.builder.requests.failures import (
     ConnectionCutError,
     GarbledReplyError,
@@ -350,6 +350,7 @@ def test_probe_ids_change_with_the_template() -> None:
             async with TargetClient(server.url, model=server.options.model) as client:
                 first = await client.probe_token_ids()
                 assert first == await client.probe_token_ids()
+                assert any(each.get("X-Request-Id") == PROBE_ID for each in server.headers)
                 server.options.template = "new"
                 assert first != await client.probe_token_ids()
                 server.options.faults = {"hang": 1}

@@ -19,7 +19,7 @@ from draftmill.builder.exchange.export import export
 from draftmill.builder.exchange.imports import ImportReport, import_folder
 from draftmill.builder.extraction.intake import Layers
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.errors import BudgetError, DatasetError, SourceFileError
+from draftmill.manifests.errors import BudgetError, DatasetError, LockedError, SourceFileError
 from draftmill.manifests.types import Location
 from tests.trainer.tiny import HIDDEN, LAYER_IDS, LAYERS, build_dataset, random_samples
 
@@ -146,6 +146,30 @@ def test_an_export_goes_on_where_it_was(dataset: Dataset, tmp_path: Path) -> Non
     assert len(form.Table(out)) == 15
 
 
+def test_two_exports_into_one_folder_do_not_meet(dataset: Dataset, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    met = []
+
+    def second(done: int, total: int) -> None:
+        with pytest.raises(LockedError, match="being written by process"):
+            export_all(dataset, out)
+        met.append(done)
+
+    assert export_all(dataset, out, on_sample=second).written == 12
+    assert met == list(range(1, 13))
+    back = Dataset.create(tmp_path / "back", "# test\n")
+    import_all(back, out)
+    assert content(back) == content(dataset)
+
+
+def test_nothing_extracted_is_nothing_to_export(tmp_path: Path) -> None:
+    empty = Dataset.create(tmp_path / "d", "")
+    with empty.writer():
+        pass
+    with pytest.raises(DatasetError, match="no sample with hidden states yet"):
+        export_all(empty, tmp_path / "out")
+
+
 def test_an_export_keeps_out_of_other_folders(dataset: Dataset, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
@@ -166,7 +190,7 @@ def test_room_is_checked_before_anything_is_written(
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(values))
     with pytest.raises(BudgetError, match=r"tokens × 4 layers × 64 × 2 bytes = .*are free"):
         export_all(dataset, tmp_path / "out")
-    assert not any((tmp_path / "out").iterdir())
+    assert [each.name for each in (tmp_path / "out").iterdir()] == [".lock"]
 
 
 def foreign(folder: Path, rows: list[tuple[list[int], list[int]]], seed: int = 0) -> Path:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,8 +19,8 @@ import psutil
 import pytest
 
 from draftmill.builder.serving import launcher, processes
-from draftmill.builder.serving.launcher import Server, ServeSettings, stop_leftovers
-from draftmill.builder.serving.state import ServerFiles, ServerState
+from draftmill.builder.serving.launcher import Server, ServerSpec, ServeSettings, stop_leftovers
+from draftmill.builder.serving.state import ServerFiles, ServerState, free_port
 from draftmill.manifests.errors import ServerError
 
 pytestmark = pytest.mark.slow
@@ -293,3 +294,26 @@ def abandon(python: str, folder: Path, when_ready: bool) -> int:
     keeper.wait()
     keeper.stdout.close()
     return pid
+
+
+@in_loop
+async def test_it_listens_where_it_was_told_to(python: str, folder: Path) -> None:
+    def server(port: int) -> Server:
+        spec = ServerSpec(
+            kind="generate", model="m", name="m", settings=ServeSettings(python=python)
+        )
+        return Server(spec, run_folder=folder, port=port)
+
+    one, other = free_port(), free_port()
+    async with server(one) as first:
+        assert first.url == f"http://127.0.0.1:{one}/v1"
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", other))
+            taken.listen()
+            with pytest.raises(ServerError, match=f"port {other} on 127.0.0.1 cannot be used"):
+                await Server(first.spec, run_folder=folder / "2", port=other).start()
+    left = await server(one).start()  # as a killed draftmill leaves it
+    os.close(left._lock_fd or 0)
+    async with server(other) as moved:
+        assert not moved.reused
+        assert moved.url == f"http://127.0.0.1:{other}/v1"

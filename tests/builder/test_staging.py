@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from draftmill.builder.extraction import staging as staging_module
 from draftmill.builder.extraction.intake import Layers, LengthMismatchError, Rooms, take_in
 from draftmill.builder.extraction.staging import IncompleteFileError, LockHeldError, Staging
+from draftmill.builder.requests.client import PROBE_ID
 from draftmill.builder.requests.failures import GarbledReplyError
 from draftmill.manifests.codec import CODECS, decode_states, is_lossless
 from draftmill.manifests.errors import ConfigError, RejectedError, TransientError
@@ -352,6 +353,17 @@ def test_sweeps_what_nobody_waits_for(staging: Staging, tmp_path: Path) -> None:
     assert (deleted, left) == ({staging.request_id(7, 2)}, set())
     names = {live, f"{live}.lock", foreign, f"{foreign}.lock", "notes.txt"}
     assert set(os.listdir(staging.folder)) == names
+    other.close()
+
+
+def test_what_a_probe_for_its_tokens_left_is_anybodys(staging: Staging, tmp_path: Path) -> None:
+    """An extraction server writes a file for it, too; nobody reads that."""
+    probe = staging.folder / f"chatcmpl-{PROBE_ID}-8150f85a.safetensors"
+    probe.touch()
+    Path(f"{probe}.lock").touch()
+    other = Staging(staging.folder, tmp_path / "another dataset")
+    assert other.sweep((), max_age_s=1e9)[1] == set()
+    assert os.listdir(staging.folder) == []
     other.close()
 
 

@@ -226,6 +226,27 @@ def test_evict_by_age_length_and_source(
         assert verify(dataset.path, writer.manifest).ok
 
 
+def test_evict_frees_shards_that_no_row_refers_to_first(tmp_path: Path) -> None:
+    """Superseded by a retry, put back by a repair, or known to nobody at all."""
+    dataset, _ = sharded(tmp_path / "d", PLAN)
+    with dataset.writer(**workload.SIZES) as writer:
+        maintenance.revert(writer, [3, 4], "damaged", "test", "extract")  # shard 1
+        copy = dataset.hidden_states_dir / "000099.safetensors"
+        copy.write_bytes((dataset.hidden_states_dir / "000000.safetensors").read_bytes())
+    with dataset.writer(**workload.SIZES) as writer:
+        sizes = {number: path.stat().st_size for number, path in shards_of(dataset).items()}
+        assert maintenance.evict(writer, None, source="nobody's") == (0, 0, 0)
+        first = maintenance.evict(writer, sizes[1] + 1)
+        assert first == (2, 0, sizes[1] + sizes[99])
+        assert set(shards_of(dataset)) == {0, 2, 3}
+        assert maintenance.evict(writer, None)[:2] == (3, 6)
+        assert verify(dataset.path, writer.manifest).ok
+        # what was freed is asked for again, and numbers are not used twice
+        workload.extract(writer, workload.Journal(tmp_path / "journal"))
+        assert min(shards_of(dataset)) > 99
+    assert states_of(dataset)["extracted"] == len(PLAN)
+
+
 def test_evict_takes_as_many_shards_as_the_size_needs(tmp_path: Path) -> None:
     dataset, _ = sharded(tmp_path / "d", PLAN)
     sizes = [path.stat().st_size for _, path in sorted(shards_of(dataset).items())]
@@ -324,3 +345,30 @@ def test_publish_is_rate_limited_and_forced_when_asked(dataset: Dataset) -> None
         time.sleep(0.01)
         writer.publish(snapshot=True)
         assert json.loads(dataset.status_path.read_text())["time"] > first
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+def test_a_rebuild_without_a_prompt_file_loses_nothing_for_good(
+    full: Dataset, snapshot: bool
+) -> None:
+    """The snapshot knows its prompts; without one they are strangers until the file is back."""
+    before = states_of(full)
+    [name] = full.prompts_dir.iterdir()
+    kept = full.path.parent / name.name
+    name.rename(kept)
+    full.manifest_path.unlink()
+    if not snapshot:
+        full.snapshot_path.unlink()
+    with full.writer(**workload.SIZES) as writer:
+        report = verify(full.path, writer.manifest)
+        said = "\n".join(writer.recovery.lines())
+    if snapshot:
+        assert states_of(full) == before
+        assert [fault.shard for fault in report.damaged] == [f"prompts/{name.name}"]
+    else:
+        assert states_of(full)["total"] == 0
+        assert "if a file of prompts/ is missing, put it back" in said
+    kept.rename(name)
+    with full.writer(**workload.SIZES) as writer:
+        assert verify(full.path, writer.manifest).ok
+    assert states_of(full)["extracted"] == before["extracted"]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from draftmill.builder.budget import MIN_HEADROOM
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.files import folder_bytes
+from draftmill.manifests.headroom import MIN_HEADROOM
 from draftmill.tools.cli import main
 from tests.fakes.target_server import TargetServer
 from tests.tools.served import served
@@ -63,3 +63,33 @@ def test_extract_on_a_budget_that_is_too_small(
         text = run(*words, "--disk-budget", f"{limit + 4 * need}B")
         assert "The budget: " not in text
         assert f"{PROMPTS} extracted" in text
+
+
+@pytest.mark.slow
+def test_generate_counts_a_staging_folder_outside_the_dataset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is left there is part of the budget at every stage."""
+    path, staging, prompts = tmp_path / "ds", tmp_path / "staging", tmp_path / "prompts.jsonl"
+    staging.mkdir()
+    prompts.write_text("".join(f'{{"prompt": "question {n}"}}\n' for n in range(PROMPTS)))
+    config = path / "config.toml"
+
+    def run(*words: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        return int(str(ended.value.code))
+
+    sizes = ("--hidden-size", str(HIDDEN), "--layers", "30", "--vocab-size", "512")
+    run("init", str(path), "--target", "m", *sizes, "--disk-budget", "100MB")
+    text = config.read_text().replace('staging = ""', f'staging = "{staging}"')
+    config.write_text(text)
+    run("add", str(path), str(prompts))
+    left = staging / "left.safetensors"
+    left.write_bytes(bytes(95 << 20))
+    with served(TargetServer(model="m", hidden=HIDDEN, staging=str(staging))) as server:
+        words = ("generate", str(path), "--url", server.url)
+        assert run(*words) == 3
+        assert "The disk budget of 100 MB is used up" in capsys.readouterr().err
+        left.unlink()
+        assert run(*words) == 0

@@ -130,7 +130,7 @@ def test_sql(run: Run, dataset: Dataset) -> None:
 
 def test_verify_and_repair(run: Run, dataset: Dataset) -> None:
     path = str(dataset.path)
-    assert "24 samples" in run("verify", path)
+    assert "24 completions and hidden states" in run("verify", path)
     shard = next(iter(dataset.hidden_states_dir.iterdir()))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
@@ -148,7 +148,18 @@ def test_verify_repair_rebuilds_a_lost_manifest(run: Run, dataset: Dataset) -> N
     assert "verify" in run.err
     run("verify", str(dataset.path), "--repair")
     assert "rebuilt" in run.err
-    assert "24 samples" in run("verify", str(dataset.path))
+    assert "24 completions and hidden states" in run("verify", str(dataset.path))
+
+
+def test_speculators_train_without_a_gpu_says_so_first(run: Run, dataset: Dataset) -> None:
+    import torch
+
+    if torch.accelerator.is_available():
+        pytest.skip("there is a GPU")
+    output = dataset.path.parent / "out"
+    run("speculators-train", str(dataset.path), "--output", str(output), code=2)
+    assert "needs a GPU, and there is none here" in run.err
+    assert not output.exists()
 
 
 def test_retry_and_evict(run: Run, dataset: Dataset) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from draftmill.manifests.dataset import Dataset
+from draftmill.manifests.headroom import MIN_HEADROOM, UNLIMITED_HEADROOM
 from draftmill.tools.cli import main
 from draftmill.tools.report import command
 from draftmill.tools.report.document import bias, document, forecast, least_tokens
@@ -62,7 +63,7 @@ def test_forecast_takes_each_source_by_its_own_length() -> None:
                    extracted_tokens=5_000, bytes=50_000, lost=1),
         ]
     )  # fmt: skip
-    ahead = forecast(facts, status(60_000, 100_000))
+    ahead = forecast(facts, status(60_000, 100_000 + MIN_HEADROOM))
     assert ahead is not None
     # 90 x 100 tokens and 4 x 1,000 tokens at 10 bytes
     assert ahead["samples_left"] == 94
@@ -81,7 +82,9 @@ def test_forecast_without_a_budget_is_measured_against_the_volume() -> None:
             )
         ]
     )
-    enough, short = (forecast(facts, status(9, None, free=free)) for free in (18, 17))
+    enough, short = (
+        forecast(facts, status(9, None, free=UNLIMITED_HEADROOM + free)) for free in (18, 17)
+    )
     assert enough is not None
     assert short is not None
     assert enough["fits"]

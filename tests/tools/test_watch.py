@@ -50,15 +50,25 @@ def test_it_fits_a_terminal(found: dict[str, Any], width: int) -> None:
 
 def test_it_says_what_runs(found: dict[str, Any]) -> None:
     text = shown(found)
-    for words in ("92 of 150", "2,912", "▁▅█", "3 rejected", "timed out", "41 min to 63 min"):
+    for words in (
+        "92 of 150",
+        "2,912",
+        "▁▅█",
+        "3 rejected",
+        "timed out",
+        "41 min to 63 min",
+        "in all, ",
+    ):
         assert words in text
+    assert f"{found['truncated']} truncated" in text
+    assert found["truncated"]
     assert "no news" not in text
     assert "no news for 50 s" in shown(found, age=50)
 
 
 def test_a_process_that_is_gone_is_told_from_one_that_is_quiet(found: dict[str, Any]) -> None:
     text = shown(found, alive=False, age=420)
-    assert "is gone since 7 min" in text
+    assert "has been gone for 7 min" in text
     assert "tokens/s" not in text
 
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.panel import Panel
 from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
 
 from draftmill.builder.progress import Progress
 from draftmill.manifests import lock
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.types import Attempt, Prompt, Result
-from draftmill.tools import render, watch
+from draftmill.tools import render, terminal, watch
 from draftmill.tools.cli import main
 from draftmill.tools.init import create
 from draftmill.tools.settings import TargetSettings
@@ -90,18 +98,18 @@ def made(folder: Path, words: str) -> Dataset:
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, for rich
     monkeypatch.setenv("COLUMNS", "250")
 
 
 def shown(words: str) -> str:
     """What must be left of them on a screen."""
-    return words.split("\n")[0].split("\t")[0].split("\r")[0].split("\x00")[0][:20].strip()
+    return re.split(r"[\n\t\r\x00\u202e]", words)[0][:20].strip()
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("terminal")
+@pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("words", WORDS)
 def test_every_view_shows_them(
     words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -127,7 +135,7 @@ def test_every_view_shows_them(
     assert "<script>alert" not in page
 
 
-@pytest.mark.usefixtures("terminal")
+@pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("words", WORDS)
 def test_a_stage_that_says_them(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with render.Display(words) as show:
@@ -172,6 +180,98 @@ def test_a_live_view_of_them(tmp_path: Path) -> None:
             ran.wait()
             os.close(parent)
     assert b"[d]" in seen
+
+
+# -- escape codes --------------------------------------------------------------------------------
+
+OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# what servers, prompt files and people could send: titles, colours, replies, reversals
+TRICKS = [
+    "\x1b]0;owned\x07 after",
+    "\x1b[2J\x1b[31mred",
+    "\x9b31mred",
+    "\x1bP+q\x1b\\\\",
+    "a\x08b\x7fc",
+    "one\rtwo",
+    "\u202egnp.exe\u2066",
+]
+
+
+@given(st.text(st.characters(max_codepoint=0x2100)))
+def test_clean_text_has_nothing_to_obey_and_loses_nothing(text: str) -> None:
+    cleaned = terminal.clean(text)
+    assert not OBEYED.search(cleaned)
+    assert terminal.clean(cleaned) == cleaned
+    assert OBEYED.sub("", text) == re.sub(OBEYED, "", text)
+    if not OBEYED.search(text):
+        assert cleaned == text
+
+
+@pytest.mark.parametrize("words", TRICKS)
+def test_no_view_passes_escape_codes_on(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")  # then rich has no codes of its own in a table
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "dumb")
+    path = str(made(tmp_path, words).path)
+    query = "SELECT source, error FROM samples JOIN attempts USING (id)"
+    for command in (["status", path], ["report", path], ["sql", path, query]):
+        main_ends(command, 0)
+        seen = capsys.readouterr()
+        assert not OBEYED.search(re.sub(r"\x1b\[[0-9;]*m", "", seen.out + seen.err)), command
+        assert terminal.clean(words)[:4] in seen.out, command
+    for command in (["status", path, "--json"], ["report", path, "--json"]):
+        text = main_ends(command, 0, capsys)
+        assert not OBEYED.search(text)
+        json.loads(text)
+    text = main_ends(["sql", path, query, "--json"], 0, capsys)
+    assert not OBEYED.search(text)
+    assert {json.loads(line)["error"] for line in text.splitlines()} == {words}
+
+
+@pytest.mark.parametrize("words", TRICKS)
+def test_progress_warnings_and_errors_pass_none_on(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with render.Display("extract") as show:  # plain lines
+        show(Progress(stage="extract", done=1, total=3, note=words))
+    render.say(words)
+    terminal.tell_warnings()
+    logging.getLogger("draftmill.builder").warning("%s: asked again", words)
+    main_ends(["status", str(tmp_path / words.replace("/", ""))], 1)
+    main_ends(["train", str(tmp_path), f"--{words}"], 2)
+    seen = capsys.readouterr()
+    assert "asked again" in seen.err
+    assert not OBEYED.search(seen.out + seen.err)
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("words", TRICKS)
+def test_a_live_bar_passes_none_on(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with render.Display(words) as show:
+        show(Progress(stage="extract", done=1, total=3, note=words))
+    seen = capsys.readouterr().err
+    assert "\x1b[" in seen, "no terminal, so this shows nothing"
+    assert words not in seen
+    assert not OBEYED.search(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", seen))
+
+
+@pytest.mark.parametrize("words", TRICKS)
+def test_a_screen_passes_none_on(words: str) -> None:
+    file = io.StringIO()
+    screen = render.console()
+    screen.file = file
+    table = Table(title=words)
+    table.add_column(Text(words))
+    table.add_row(words)
+    table.add_row(Text.assemble("a ", (words, "bold")))
+    for each in (words, Text(words), table, Panel(words, title=words)):
+        screen.print(each)
+    assert not OBEYED.search(file.getvalue())
+    width = max(len(line) for line in file.getvalue().splitlines())
+    assert width <= screen.width
 
 
 # -- documents of somebody else ------------------------------------------------------------------

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -64,12 +67,20 @@ class Killed(BaseException):
 
 
 def run(
-    dataset: Path, target: TargetModel, output: Path, on_progress=None, *, grow=False, **changes
+    dataset: Path,
+    target: TargetModel,
+    output: Path,
+    on_progress=None,
+    *,
+    grow=False,
+    note=lambda _: None,
+    **changes,
 ) -> TrainReport:
     return train(
         dataset,
         replace(SETTINGS, **changes),
         grow=grow,
+        note=note,
         target=target,
         target_layer_ids=tiny.LAYER_IDS,
         output=output,
@@ -201,6 +212,7 @@ def test_grow_takes_new_samples_in_at_the_next_epoch_and_stays_exact(
 PROGRAM = """
 import sys
 from pathlib import Path
+from contextlib import suppress
 from dataclasses import replace
 from draftmill.manifests.target import TargetModel
 from tests.trainer import test_train, tiny
@@ -259,6 +271,50 @@ def test_sigint_saves_and_the_same_call_goes_on(
     rest = Steps()
     assert not run(dataset, target, output, rest).interrupted
     assert first.seen + rest.seen == whole[2].seen
+
+
+def test_grow_says_what_came_of_it(
+    whole: tuple[Path, TrainReport, Steps], dataset: Path, target: TargetModel, tmp_path: Path
+) -> None:
+    path = shutil.copytree(dataset, tmp_path / "dataset")
+    said: list[str] = []
+
+    def grown(output: Path, die_at: int | None = None, **settings: float) -> str:
+        said.clear()
+        with suppress(Killed):
+            run(path, target, output, Steps(die_at), grow=True, note=said.append, **settings)
+        [found] = [each for each in said if each.startswith("--grow: ")]
+        return found
+
+    finished = shutil.copytree(whole[0], tmp_path / "finished")
+    output = tmp_path / "run"
+    settings = {"steps": 0, "epochs": 2, "checkpoint_every": 1}
+    with pytest.raises(Killed):
+        run(path, target, output, Steps(2), **settings)
+    assert grown(output, 3, **settings) == "--grow: the dataset has no new sample to train on"
+    tiny.build_dataset(path, tiny.random_samples(6, seed=5))
+    found = grown(output, 4, **settings)
+    assert re.match(r"--grow: [1-6] new samples from epoch 2 on, \d+ steps", found)
+    steps = load_plan_steps(output)
+    assert f"{steps} steps" in found
+    with pytest.raises(Killed):  # into the last epoch
+        run(path, target, output, Steps(steps - 1), **settings)
+    tiny.build_dataset(path, tiny.random_samples(6, seed=6))
+    found = grown(output, steps, **settings)
+    assert "last epoch and takes no more samples in" in found
+    found = grown(finished)
+    assert "finished (24 steps)" in found
+    assert "name another --output" in found
+    assert f"--finetune-from {finished}" in found
+    said.clear()
+    run(path, target, finished, note=said.append)
+    assert "this run is finished" in said[-1]
+
+
+def load_plan_steps(output: Path) -> int:
+    return int(
+        json.loads(pq.read_schema(output / "plan.parquet").metadata[b"draftmill.plan"])["steps"]
+    )
 
 
 def test_old_checkpoints_go_and_the_best_one_stays(

@@ -4,7 +4,6 @@ the same list of figures, as a table or as JSON. The measuring is in the module 
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.table import Table
 from draftmill.manifests.sizes import parse_size
 from draftmill.tools.bench.experiments.command import on_policy_command, precision_command
 from draftmill.tools.render import console, say
+from draftmill.tools.terminal import echo_json
 
 Figures = Sequence[Mapping[str, Any]]  # name, value, unit, baseline, ratio
 
@@ -203,7 +203,7 @@ def generate_command(part: str, prompts: int, scale: float, as_json: bool) -> No
 def show(found: Figures, *, as_json: bool) -> None:
     """Prints the figures of one bench."""
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        echo_json(found)
     else:
         console().print(_table(found))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from draftmill.tools.report.document import document
 from draftmill.tools.report.gather import gather
 from draftmill.tools.report.sections import sections, snapshot_note
 from draftmill.tools.status import budget_and_staging
+from draftmill.tools.terminal import echo_json
 
 
 def read(path: str) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def report_command(dataset: str, html: str | None, as_json: bool) -> None:
     """
     found = read(dataset)
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        echo_json(found)
     if html is not None:
         # Plots are for pages only: no other command loads their library.
         from draftmill.tools.report.page import page

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from draftmill.manifests.headroom import room_for_samples
 from draftmill.tools.report.gather import GROUPS, Facts, Rows
 
 
@@ -86,9 +87,12 @@ def forecast(facts: Facts, status: Mapping[str, Any]) -> dict[str, Any] | None:
         mean = row["tokens"] / row["completed"] if row["completed"] else mean_of_all
         left += to_come
         left_tokens += round(to_come * mean)
-    used, budget = status["disk"]["used_bytes"], status["disk"]["budget_bytes"]
+    disk = status["disk"]
+    used = disk["used_bytes"]
     at_end = used + round(left_tokens * per_token)
-    room = status["disk"]["free_bytes"] if budget is None else max(0, budget - used)
+    room = room_for_samples(
+        limit_bytes=disk["budget_bytes"], used_bytes=used, free_bytes=disk["free_bytes"]
+    )
     return {
         "samples_left": left,
         "tokens_left": left_tokens,

@@ -62,7 +62,7 @@ def page(found: Mapping[str, Any]) -> str:
             f"<title>{title}: draftmill report</title>",
             f"<style>{_STYLE}</style></head><body>",
             f"<header><h1>{title}</h1>",
-            f'<p class="when">draftmill report of {clock(found["time"])}</p>',
+            f'<p class="when">draftmill report of {clock(found["time"], year=True)}</p>',
             *([f'<p class="note">{escape(note)}</p>'] if note else []),
             f"<nav>{links}</nav></header><main>",
             *(_section(part, found) for part in parts),

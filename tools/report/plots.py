@@ -1,7 +1,7 @@
 """The charts of a report as SVG text, from its document. The only module that knows matplotlib.
 
 Colours are names of CSS variables, so that a page shows them light or dark; one accent marks what
-a chart is about, everything else is grey. Text stays text.
+is wrong or missing, everything else is grey. Text stays text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WIDTH, _HEIGHT = 6.4, 2.7
 _LABELLED_SERVERS = 4
 _LABEL_CHARACTERS = 32
 # Of the width of a drawing; text is set by the browser, so its width is only about this.
-_KEY_GAP, _KEY_CHARACTER = 0.035, 0.0125
+_KEY_MARK, _KEY_GAP, _KEY_CHARACTER = 0.025, 0.03, 0.0125
 
 Document = Mapping[str, Any]
 
@@ -87,16 +87,18 @@ def _svg(figure: Figure, name: str, title: str) -> str:
 
 def _states(axes: Axes, found: Document) -> None:
     rows = [(k.replace("_", " "), v) for k, v in found["prompts"].items() if k != "total" and v]
-    _bars(axes, rows, lambda v: f"{v:,.0f}", accent={"timed out"})
+    _bars(axes, rows, lambda v: f"{v:,.0f}", accent={"timed out", "failed", "rejected"})
 
 
 def _disk(axes: Axes, found: Document) -> None:
     disk = found["disk"]
     rows = [("used now", disk["used_bytes"])]
-    rows.append(("at the end", disk["forecast"]["bytes_at_completion"]))
-    if disk["budget_bytes"]:
-        rows.append(("budget", disk["budget_bytes"]))
-    _bars(axes, rows, format_size, accent={"at the end"})
+    end, budget = disk["forecast"]["bytes_at_completion"], disk["budget_bytes"]
+    rows.append(("at the end", end))
+    if budget:
+        rows.append(("budget", budget))
+    too_much = budget and end > budget
+    _bars(axes, rows, format_size, accent={"at the end"} if too_much else set())
 
 
 def _bytes_by_length(axes: Axes, found: Document) -> None:
@@ -145,11 +147,12 @@ _GROUP_COLOURS = {"completed": MUTED, "recovered": ACCENT, "truncated": DEEP}
 
 
 def _keys(axes: Axes, names: Sequence[tuple[str, str]]) -> None:
-    """Names the colours above the drawing, each in its colour, one after the other."""
+    """Names the colours above the drawing, one after the other."""
     place = 0.0
     for text, colour in names:
-        axes.text(place, 1.03, text, color=colour, transform=axes.transAxes)
-        place += _KEY_GAP + _KEY_CHARACTER * len(text)
+        axes.text(place, 1.03, "■", color=colour, transform=axes.transAxes)
+        axes.text(place + _KEY_MARK, 1.03, text, color=INK, transform=axes.transAxes)
+        place += _KEY_MARK + _KEY_GAP + _KEY_CHARACTER * len(text)
 
 
 def _place(rows: Sequence[Mapping[str, Any]], tokens: float) -> float:
@@ -179,8 +182,7 @@ def _errors(axes: Axes, found: Document) -> None:
         heights = [row[name] for row in rows]
         axes.bar(times, heights, width, bottom=bottom, color=colour)
         bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
-        label = f"{name.replace('_', ' ')} ({sum(heights):,})"
-        names.append((label, MUTED if colour == GRID else colour))
+        names.append((f"{name.replace('_', ' ')} ({sum(heights):,})", colour))
     _keys(axes, names)
     _time_axis(axes)
     _count_axis(axes, "attempts")
@@ -188,7 +190,7 @@ def _errors(axes: Axes, found: Document) -> None:
 
 def _throughput(axes: Axes, found: Document) -> None:
     rows = found["throughput"]["over_time"]
-    colours = {"generate": MUTED, "extract": ACCENT}
+    colours = {"generate": MUTED, "extract": DEEP}
     for stage, colour in colours.items():
         own = [row for row in rows if row["stage"] == stage]
         times = _dates(row["time"] for row in own)
@@ -203,7 +205,7 @@ def _throughput(axes: Axes, found: Document) -> None:
 def _control(axes: Axes, found: Document) -> None:
     rows = found["throughput"]["control"]
     servers = sorted({row["endpoint"] for row in rows})
-    colours = [ACCENT, MUTED, DEEP, INK]
+    colours = [MUTED, DEEP, INK, ACCENT]
     for number, server in enumerate(servers):
         own = [row for row in rows if row["endpoint"] == server]
         few = len(servers) <= _LABELLED_SERVERS

@@ -29,9 +29,10 @@ class Section:
     charts: Sequence[str] = field(default_factory=tuple)
 
 
-def clock(moment: float, *, seconds: bool = False) -> str:
+def clock(moment: float, *, year: bool = False, seconds: bool = False) -> str:
     """A Unix time as a person in this time zone reads it."""
-    return time.strftime("%m-%d %H:%M:%S" if seconds else "%m-%d %H:%M", time.localtime(moment))
+    form = ("%Y-" if year else "") + "%m-%d %H:%M" + (":%S" if seconds else "")
+    return time.strftime(form, time.localtime(moment))
 
 
 def span(row: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from draftmill.tools.bench.experiments.size import (
     SMALL,
     Machine,
 )
+from draftmill.tools.terminal import echo
 
 if TYPE_CHECKING:
     from draftmill.tools.bench.experiments.work import Work
@@ -143,7 +144,7 @@ def _run(experiment: Experiment, options: dict[str, Any]) -> None:
     if options["as_json"]:
         show(experiment.figures(), as_json=True)
     elif options["markdown"]:
-        click.echo(experiment.markdown())
+        echo(experiment.markdown())
     else:
         show(experiment.figures(), as_json=False)
-        click.echo("\n--markdown prints the table and the plot of docs/experiments")
+        echo("\n--markdown prints the table and the plot of docs/experiments")

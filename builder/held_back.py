@@ -1,40 +1,40 @@
 """Bad results, held back until something good follows: a bad server must not spoil a dataset.
 
-A server with the wrong layers, a broken kernel or a dead engine would turn every row into a
-rejected one. After so many bad results in a row the run stops, and those rows stay as they are.
+A server with the wrong layers, a broken kernel, or one that refuses whatever it is sent would turn
+every row into a rejected or failed one. What follows from too many of them is left to the stages.
 """
 
 from __future__ import annotations
 
-from draftmill.manifests.types import Result
+from collections.abc import Collection
 
-BAD = ("rejected", "failed", "timed_out")
+from draftmill.manifests.types import Outcome, Result, Stage
 
 
 class HeldBack:
-    """Holds results until `release`; more than `limit` in a row are a reason to stop. 0: none."""
+    """Holds results of the kinds `bad` until `release`; `limit` in a row are too many. 0: none."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, bad: Collection[Outcome], stage: Stage) -> None:
+        self._limit, self._bad, self._stage = limit, bad, stage
         self._held: list[Result] = []
 
     def takes(self, result: Result) -> bool:
         """Whether the result was held back: it is bad, and a server had a part in it."""
         attempt = result.attempt
-        if not self._limit or attempt.endpoint is None or attempt.outcome not in BAD:
+        if not self._limit or attempt.endpoint is None or attempt.outcome not in self._bad:
             return False
         self._held.append(result)
         return True
 
     @property
     def reason(self) -> str | None:
-        """Why the run should stop, if it should."""
+        """What is wrong, if there are too many."""
         if not self._limit or len(self._held) < self._limit:
             return None
         return (
             f"{len(self._held)} samples in a row were bad, the last one: "
             f"{self._held[-1].attempt.error}. Their rows were not changed; correct the server and "
-            "run again (extract.stop_after_bad sets the number)."
+            f"run again ({self._stage}.stop_after_bad sets the number)."
         )
 
     def release(self) -> list[Result]:
