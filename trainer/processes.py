@@ -15,7 +15,7 @@ import signal
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing import get_context, reduction
+from multiprocessing import get_context, reduction, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -101,6 +101,11 @@ def readers(
     asked of one at a time."""
     context = get_context("spawn")
     connections, processes = [], []
+    # Ctrl-C reaches all processes of a terminal, and the one that trains decides what follows. What
+    # is blocked here is blocked there, from the first moment on. Starting Python's own helper would
+    # unblock it again, so that comes first.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for _ in range(workers):
             mine, theirs = context.Pipe()
@@ -110,8 +115,10 @@ def readers(
             )
             processes[-1].start()
             theirs.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         yield Readers(read, connections, slots, together)
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for connection in connections:
             connection.close()
         for process in processes:
@@ -133,8 +140,6 @@ def _alive() -> Generator[None, None, None]:
 
 def _serve(connection: Connection, read: ReadRow, slots: Slots) -> None:
     """Read rows until nobody asks any more."""
-    # Ctrl-C reaches all processes of a terminal. The one that trains decides what follows.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         while True:
             items, slot = connection.recv()

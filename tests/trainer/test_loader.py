@@ -315,6 +315,22 @@ def test_what_a_process_finds_damaged_is_said_by_the_one_that_trains() -> None:
 
 
 @pytest.mark.slow
+def test_ctrl_c_is_for_the_one_that_trains_to_hear() -> None:
+    samples = tiny.random_samples(60)
+    columns = tiny.columns(samples)
+    reader = tiny.MemoryReader(samples)
+    wanted = [b.checksum() for b in islice(loader(reader, columns).batches(rows_of(columns)), 40)]
+    source = loader(reader, columns, 2, processes=True)
+    with closing(source.batches(rows_of(columns))) as batches:
+        got = [next(batches).checksum()]
+        for process in active_children():
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGINT)
+        got += [batch.checksum() for batch in islice(batches, 39)]
+    assert got == wanted
+
+
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_run_with_advice() -> None:
     samples = tiny.random_samples(60)
     columns = tiny.columns(samples)
