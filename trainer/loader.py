@@ -1,45 +1,47 @@
 """Reads packed rows ahead of need, in the order that was planned, and brings them to a device.
 
-Owns threads, worker processes and the memory of what waits. What a row is, is `rows`'s; which
-samples make one is `data`'s.
+Owns who reads, and the memory of what waits. What a row is, is `reading`'s and `rows`'s; which
+samples make one is `data`'s; the processes themselves are in `processes`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any
+from itertools import chain, islice
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 
+from draftmill.manifests.codec_names import BLOCK_TOKENS
+from draftmill.manifests.errors import DraftmillError
 from draftmill.trainer.data import Row, Samples
-from draftmill.trainer.rows import (
-    Batch,
-    PlaneRow,
-    SampleReader,
-    StatesShape,
-    load_row,
-    merge_row,
-    read_row,
-)
+from draftmill.trainer.groups import Bytes, StatesShape
+from draftmill.trainer.processes import Slots, readers
+from draftmill.trainer.reading import Item, PlaneRow, ReadRow, SampleReader, item_of, renamed
+from draftmill.trainer.rows import Batch, load_row, merge_row
 
-# Rows that a GPU has merged before it needs them: one to work on while the next is copied.
-_DEVICE_ROWS = 2
+_T = TypeVar("_T")
+_Asked = TypeVar("_Asked", contravariant=True)
+_Begun = TypeVar("_Begun")
+# Rows that wait for each reader, at most: enough to even out rows that take longer than others.
+_AHEAD = 8
+# Rows that are asked of a process at once.
+_TOGETHER = 4
 
 
 class RowLoader:
     """Yields the batches of a sequence of rows, in order, on `device`, read ahead of need.
 
-    `threads` decode in this process; `workers`, when not 0, are processes that do so instead, for
-    where one interpreter is too slow (they are spawned, and take seconds to start). What waits is
-    bounded by `prefetch_bytes` (one row at least); the rows and their order depend on none of
-    these. `planes` leaves the last step of decoding to the device (by default where that is a GPU).
-    Closing the iterator stops threads and workers.
+    `workers` threads of this process read and decode (0: none, rows are read when they are asked
+    for). With `processes` they are processes, spawned within a second: beside a GPU, whose training
+    loop needs the interpreter for itself. What waits is bounded by `prefetch_bytes` (two rows at
+    least); the rows and their order depend on none of these. On a GPU the last step of decoding is
+    done there. Closing the iterator stops threads and processes.
     """
 
     def __init__(
@@ -48,173 +50,237 @@ class RowLoader:
         samples: Samples,
         shape: StatesShape,
         *,
-        threads: int,
+        workers: int,
         prefetch_bytes: int,
-        workers: int = 0,
+        processes: bool = False,
         pad_to: int = 0,
         device: str = "cpu",
-        planes: bool | None = None,
     ) -> None:
         self._samples = samples
-        self._threads, self._workers = threads, workers
+        self._workers, self._processes = workers, processes
         self._prefetch_bytes = prefetch_bytes
         self._device = torch.device(device)
-        on_gpu = self._device.type == "cuda"
-        self._planes = on_gpu if planes is None else planes
-        # Pinned memory belongs to the process that has the GPU; workers hand theirs over.
-        pin = on_gpu and self._planes and not workers
-        self._read = _ReadRow(reader, shape, pad_to, planes=self._planes, pin=pin)
+        self._on_gpu = self._device.type == "cuda"
+        self._read = ReadRow(reader=reader, shape=shape, pad_to=pad_to)
 
     def batches(self, rows: Iterable[Row]) -> Generator[Batch, None, None]:
         """Batches of `rows`, which may be endless."""
-        source = self._in_workers(rows) if self._workers else self._in_threads(rows)
-        with closing(source):
-            if self._device.type == "cuda":
-                yield from _on_gpu(source, self._device)
-            else:
-                for found in source:
-                    yield merge_row(found, "cpu") if isinstance(found, PlaneRow) else found
+        items = (item_of(row, self._samples) for row in rows)
+        with closing(self._found(items)) as found:
+            if self._on_gpu:
+                yield from _on_gpu(found, self._device)
+                return
+            for row in found:
+                # What processes found lies in memory that is the next row's.
+                yield row if isinstance(row, Batch) else merge_row(row, torch.tensor(row.arena))
 
-    def _in_threads(self, rows: Iterable[Row]) -> Generator[Batch | PlaneRow, None, None]:
-        items = _items(rows, self._samples)
-        if self._threads == 0:
+    def _found(self, items: Iterator[Item]) -> Generator[Batch | PlaneRow, None, None]:
+        """What was read of each row; good until the next one is asked for."""
+        if self._workers == 0:
             for item in items:
-                yield self._read[item]
-            return
-        on_gpu = self._device.type == "cuda"
+                yield self._read_here(item)
+        elif self._processes:
+            yield from self._in_processes(items)
+        else:
+            yield from self._in_threads(items)
+
+    def _read_here(self, item: Item) -> Batch | PlaneRow:
+        if self._on_gpu:
+            return self._read(item, _pinned)
+        row, part = item
+        read = self._read
+        return load_row(read.reader, part, renamed(row), read.shape, read.pad_to).of(row)
+
+    def _in_threads(self, items: Iterator[Item]) -> Generator[Batch | PlaneRow, None, None]:
         pool = ThreadPoolExecutor(
-            self._threads,
+            self._workers,
             thread_name_prefix="draftmill-decode",
             # Else each thread that pins memory would take some of the first GPU for itself.
-            initializer=partial(torch.cuda.set_device, self._device) if on_gpu else None,
+            initializer=partial(torch.cuda.set_device, self._device) if self._on_gpu else None,
         )
-        waiting: deque[tuple[int, Future[Batch | PlaneRow]]] = deque()
-        waiting_bytes = 0
-        following = next(items, None)
+        memory = _Bytes(self._prefetch_bytes, self._row_bytes)
         try:
-            while waiting or following is not None:
-                while following is not None:
-                    size = self._read.num_bytes(following)
-                    full = waiting_bytes + size > self._prefetch_bytes
-                    if waiting and (full or len(waiting) >= 4 * self._threads):
-                        break
-                    waiting.append((size, pool.submit(self._read.__getitem__, following)))
-                    waiting_bytes += size
-                    following = next(items, None)
-                size, future = waiting.popleft()
-                found = future.result()
-                waiting_bytes -= size
-                yield found
+            yield from _ahead(
+                items,
+                memory,
+                _AHEAD * self._workers,
+                lambda item, _: pool.submit(self._read_here, item),
+                lambda future, _: future.result(),
+            )
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _in_workers(self, rows: Iterable[Row]) -> Generator[Batch | PlaneRow, None, None]:
-        # The rows are planned here and sent over: what a worker reads does not depend on how many
-        # there are, and the loader hands their results out in the order of the rows.
-        items = _items(rows, self._samples)
+    def _in_processes(self, items: Iterator[Item]) -> Generator[PlaneRow, None, None]:
         first = next(items, None)
         if first is None:
             return
-        fit = self._prefetch_bytes // max(1, self._read.num_bytes(first))
-        loader = DataLoader(
-            self._read,
-            batch_size=None,
-            sampler=_Once(first, items),
-            num_workers=self._workers,
-            prefetch_factor=int(np.clip(fit // self._workers, 1, 4)),
-            multiprocessing_context="spawn",
-            collate_fn=_as_it_is,
-            worker_init_fn=_one_thread,
-        )
-        found: Any = iter(loader)
-        try:
-            yield from found
-        finally:
-            # Without this, workers live on until the iterator is collected.
-            found._shutdown_workers()
+        size = self._slot_bytes(first)
+        fit = max(2, self._prefetch_bytes // size)
+        # Each message costs the trainer time, so it is about several rows where they are small.
+        together = int(np.clip(fit // (2 * self._workers + 1), 1, _TOGETHER))
+        count = min(fit // together, _AHEAD * self._workers // together + 1)
+        slots = Slots(count * together, size)
+        with (
+            closing(slots),
+            _registered(slots.memory, self._on_gpu),
+            readers(self._read, self._workers, slots, together) as reading,
+        ):
+            parts = _parts(chain([first], items), together)
+            for rows in _ahead(
+                parts, _Numbers(count), self._workers * _AHEAD, reading.submit, reading.result
+            ):
+                yield from rows
 
-
-Item = tuple[Row, Samples]
-
-
-def _items(rows: Iterable[Row], samples: Samples) -> Iterator[Item]:
-    """Each row with the columns of its own samples, so that it can be read anywhere."""
-    for row in rows:
-        yield row, samples.take(np.array(row.members, np.int64))
-
-
-class _ReadRow(Dataset[Any]):
-    """Reads the row that it is asked for; goes to worker processes as it is."""
-
-    def __init__(
-        self, reader: SampleReader, shape: StatesShape, pad_to: int, *, planes: bool, pin: bool
-    ) -> None:
-        self._reader, self._shape, self._pad_to = reader, shape, pad_to
-        self._planes, self._pin = planes, pin
-
-    def __getitem__(self, item: Item) -> Batch | PlaneRow:
-        row, part = item
-        own = Row(members=tuple(range(len(row.members))), cursor=row.cursor)
-        if self._planes:
-            found: Batch | PlaneRow = read_row(
-                self._reader, part, own, self._shape, self._pad_to, pin=self._pin
-            )
-        else:
-            found = load_row(self._reader, part, own, self._shape, self._pad_to)
-        return found.of(row)
-
-    def num_bytes(self, item: Item) -> int:
+    def _row_bytes(self, item: Item) -> int:
         """Memory of a row while it waits, and of one sample decoded beside it."""
         tokens = item[1].tokens
-        places = max(self._pad_to, int(tokens.sum())) + int(tokens.max())
-        size = places * self._shape.layers * self._shape.hidden_size * 2
+        places = max(self._read.pad_to, int(tokens.sum())) + int(tokens.max())
+        size = places * self._read.shape.token_bytes
         # Pinned memory comes in powers of two.
-        return 1 << (size - 1).bit_length() if self._pin else size
+        return 1 << (size - 1).bit_length() if self._on_gpu else size
+
+    def _slot_bytes(self, first: Item) -> int:
+        """Memory that nearly every row fits in: its tokens, whole blocks, and 32 bytes a place."""
+        places = max(self._read.pad_to, int(first[1].tokens.sum()))
+        # One token more than places for each sample.
+        tokens = -(-places // BLOCK_TOKENS) * BLOCK_TOKENS + places // 16
+        return tokens * self._read.shape.token_bytes + 32 * places + (64 << 10)
 
 
-class _Once:
-    """Rows for a `DataLoader`, which asks for them once."""
+class _Memory(Protocol[_Asked]):
+    """Where rows wait. A place is a number that is given back when they have been used."""
 
-    def __init__(self, first: Item, others: Iterator[Item]) -> None:
-        self._first, self._others = first, others
+    def take(self, asked: _Asked) -> int | None:
+        """A place for what is asked for, or None while there is none."""
 
-    def __iter__(self) -> Iterator[Item]:
-        yield self._first
-        yield from self._others
+    def give(self, place: int) -> None:
+        """Take a place back."""
 
 
-def _as_it_is(found: Any) -> Any:
+class _Bytes:
+    """Memory of the process: a place is a number of bytes. There is always one for a lone row."""
+
+    def __init__(self, most: int, needed: Callable[[Item], int]) -> None:
+        self._most, self._needed, self._taken = most, needed, 0
+
+    def take(self, asked: Item) -> int | None:
+        size = self._needed(asked)
+        if self._taken and self._taken + size > self._most:
+            return None
+        self._taken += size
+        return size
+
+    def give(self, place: int) -> None:
+        self._taken -= place
+
+
+class _Numbers:
+    """Pieces of shared memory: a place is the number of one."""
+
+    def __init__(self, count: int) -> None:
+        self._free = deque(range(count))
+
+    def take(self, asked: object) -> int | None:
+        return self._free.popleft() if self._free else None
+
+    def give(self, place: int) -> None:
+        self._free.append(place)
+
+
+def _parts(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
+    while part := list(islice(items, size)):
+        yield part
+
+
+def _ahead(
+    asked: Iterator[_Asked],
+    memory: _Memory[_Asked],
+    most: int,
+    submit: Callable[[_Asked, int], _Begun],
+    result: Callable[[_Begun, int], _T],
+) -> Generator[_T, None, None]:
+    """What is asked for, in order, at most `most` begun before their turn."""
+    waiting: deque[tuple[_Begun, int]] = deque()
+    following = next(asked, None)
+    while waiting or following is not None:
+        while following is not None and len(waiting) < most:
+            place = memory.take(following)
+            if place is None:
+                break
+            waiting.append((submit(following, place), place))
+            following = next(asked, None)
+        begun, place = waiting.popleft()
+        yield result(begun, place)
+        memory.give(place)
+
+
+# -- the device ------------------------------------------------------------------------------------
+
+
+def _pinned(size: int) -> Bytes:
+    """Memory that a GPU copies from by itself."""
+    found: Bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
     return found
 
 
-def _one_thread(worker: int) -> None:
-    torch.set_num_threads(1)
+@contextmanager
+def _registered(memory: Bytes, on_gpu: bool) -> Iterator[None]:
+    """Memory that is there already, made such that a GPU copies from it by itself."""
+    if not on_gpu:
+        yield
+        return
+    cuda = torch.cuda.cudart()
+    address = memory.ctypes.data
+    if failed := int(cuda.cudaHostRegister(address, memory.nbytes, 0)):
+        raise DraftmillError(
+            f"{memory.nbytes >> 20} MB of memory for rows cannot be pinned (CUDA error {failed}). "
+            "Lower prefetch_mb, or raise the limit on locked memory (ulimit -l)."
+        )
+    try:
+        yield
+    finally:
+        cuda.cudaHostUnregister(address)
 
 
 def _on_gpu(
     source: Iterable[Batch | PlaneRow], device: torch.device
 ) -> Generator[Batch, None, None]:
-    """Copy and merge rows on a stream of their own, while the model works on the rows before."""
+    """Batches on the device, each made in another thread while the model works on the one before:
+    what that thread does is mostly waiting, for readers and for the driver."""
+    merged = _merged(source, device)
+    with ThreadPoolExecutor(1, initializer=partial(torch.cuda.set_device, device)) as feeder:
+        following = feeder.submit(next, merged, None)
+        try:
+            while (found := following.result()) is not None:
+                following = feeder.submit(next, merged, None)
+                batch, event = found
+                current = torch.cuda.current_stream(device)
+                current.wait_event(event)
+                for tensor in batch.tensors.values():
+                    # Its memory is not given to the other stream before the model is done with it.
+                    tensor.record_stream(current)
+                yield batch
+        finally:
+            following.exception()
+            feeder.submit(merged.close).result()
+
+
+def _merged(
+    source: Iterable[Batch | PlaneRow], device: torch.device
+) -> Generator[tuple[Batch, torch.cuda.Event], None, None]:
+    """Copy and merge rows on a stream of their own; an event tells when each is done."""
     stream = torch.cuda.Stream(device)
-    waiting: deque[tuple[Batch, torch.cuda.Event]] = deque()
-
-    def ready() -> Batch:
-        batch, event = waiting.popleft()
-        current = torch.cuda.current_stream(device)
-        current.wait_event(event)
-        for tensor in batch.tensors.values():
-            # Its memory is not given to the side stream again before the model is done with it.
-            tensor.record_stream(current)
-        return batch
-
-    for found in source:
-        with torch.cuda.stream(stream):
-            pinned = found.pinned()
-            moved = merge_row(pinned, device) if isinstance(pinned, PlaneRow) else pinned.to(device)
-            event = torch.cuda.Event()
-            event.record(stream)
-        waiting.append((moved, event))
-        if len(waiting) >= _DEVICE_ROWS:
-            yield ready()
-    while waiting:
-        yield ready()
+    try:
+        for found in source:
+            assert isinstance(found, PlaneRow)
+            copied, merged = torch.cuda.Event(), torch.cuda.Event()
+            with torch.cuda.stream(stream):
+                arena = torch.from_numpy(found.arena).to(device, non_blocking=True)
+                copied.record(stream)
+                batch = merge_row(found, arena)
+                merged.record(stream)
+            yield batch, merged
+            # The next row may come in the same memory. It was copied long ago by now.
+            copied.synchronize()
+    finally:
+        stream.synchronize()

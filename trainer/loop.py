@@ -32,10 +32,12 @@ from draftmill.trainer.draft_model import (
     save_draft,
 )
 from draftmill.trainer.engine import Engine
+from draftmill.trainer.groups import StatesShape
 from draftmill.trainer.loader import RowLoader
 from draftmill.trainer.optim import lr_at
 from draftmill.trainer.plan import Plan
-from draftmill.trainer.rows import Batch, SampleReader, StatesShape
+from draftmill.trainer.reading import SampleReader
+from draftmill.trainer.rows import Batch
 from draftmill.trainer.runlog import RunLog
 from draftmill.trainer.settings import TrainSettings
 from draftmill.trainer.validate import Averages, shares, validate
@@ -127,7 +129,10 @@ class Loop:
         already, since = self.position.tokens, time.monotonic()
         interrupted = False
         planned: deque[_Planned] = deque()
-        with closing(self.loader(self.plan.train).batches(self._my_rows(planned))) as batches:
+        # A CPU trains in long calls that leave the interpreter to threads. A GPU is asked for so
+        # much in a second that whoever decodes beside it must do so elsewhere.
+        loader = self.loader(self.plan.train, processes=self.group.on_gpu)
+        with closing(loader.batches(self._my_rows(planned))) as batches:
             while self.position.step < self.plan.steps and not interrupted:
                 self._step(batches, planned)
                 self.position = replace(self.position, seconds=time.monotonic() - clock)
@@ -224,14 +229,14 @@ class Loop:
             )
         return last
 
-    def loader(self, samples: data.Samples) -> RowLoader:
+    def loader(self, samples: data.Samples, *, processes: bool = False) -> RowLoader:
         """What brings rows of these samples to this process's device."""
         return RowLoader(
             self._reader,
             samples,
             self._shape,
-            threads=self.settings.decode_threads,
             workers=self.settings.decode_workers,
+            processes=processes,
             prefetch_bytes=self.settings.prefetch_mb << 20,
             # A compiled model wants one shape; a CPU wants no empty places.
             pad_to=self.settings.max_seq_len if self.group.on_gpu else 0,

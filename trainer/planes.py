@@ -3,94 +3,59 @@
 Gives the same bits as `codec.merge_planes` on the CPU: integer arithmetic, and for `rot4` sums of
 small integers that float32 holds exactly. Entropy decoding is the codec's, rows are the loader's.
 
-Legend: T tokens of a block, L layers, H hidden size, G = ceil(H / 64) groups of channels.
+Legend: S tokens of all blocks, B blocks, L layers, H hidden size, G = ceil(H / 64) groups of
+channels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from draftmill.manifests import codec, rotation
-from draftmill.manifests.block_payload import Buffer
+from draftmill.manifests import rotation
 from draftmill.manifests.codec_names import RAW
+from draftmill.trainer.groups import Group, StatesShape
 
-# Planes start at multiples of this many bytes: enough for views as words, and for aligned copies.
-ALIGN = 64
 # Sign and mantissa bits of a bf16 word, as a signed 16-bit number (0x807F).
 _REST_BITS = -32641
 
 
-class BlockPlanes(NamedTuple):
-    """Where the planes of one block lie in an arena of bytes."""
+def merge(group: Group, shape: StatesShape, arena: Tensor, block_S: Tensor) -> Tensor:
+    """bf16 hidden states [L, S, H] of a group, on the device of `arena` (flat uint8).
 
-    codec: str
-    shape: tuple[int, int, int]  # T, L, H
-    offsets: tuple[int, ...]
-
-
-def block_planes(name: str, shape: tuple[int, int, int], start: int) -> tuple[BlockPlanes, int]:
-    """Places for the planes of a block from byte `start` on, and the byte after them."""
-    sizes = [2 * shape[0] * shape[1] * shape[2]]
-    if name != RAW:
-        sizes = [spec.num_bytes for spec in codec.plane_specs(name, shape)]
-    offsets = []
-    for size in sizes:
-        start = -(-start // ALIGN) * ALIGN
-        offsets.append(start)
-        start += size
-    return BlockPlanes(name, shape, tuple(offsets)), start
+    `block_S` [S] says which block each token is in. The number of steps is the same for any number
+    of blocks: a GPU does a step sooner than it is asked for.
+    """
+    planes = []
+    for offset, plane in zip(group.offsets, group.plane_shapes(shape), strict=True):
+        if group.codec == RAW:
+            words = arena[offset : offset + prod(plane)].view(plane).view(torch.bfloat16)
+            return words.transpose(0, 1)
+        planes.append(arena[offset : offset + prod(plane)].view(plane))
+    if group.codec == "rot4":
+        return _merge_rot4(planes, shape.hidden_size)
+    return _merge_exponents(planes, block_S)
 
 
-def decode_into(payload: Buffer, block: BlockPlanes, arena: np.ndarray) -> None:
-    """Decode a payload to planes in `arena`, flat uint8. Raises DamagedError."""
-    if block.codec == RAW:
-        size = 2 * block.shape[0] * block.shape[1] * block.shape[2]
-        words = arena[block.offsets[0] :][:size].view(np.uint16).reshape(block.shape)
-        codec.decode_block(RAW, payload, words)
-        return
-    specs = codec.plane_specs(block.codec, block.shape)
-    out = [
-        arena[offset : offset + spec.num_bytes].reshape(spec.shape)
-        for offset, spec in zip(block.offsets, specs, strict=True)
-    ]
-    codec.decode_planes(block.codec, payload, out)
-
-
-def merge(block: BlockPlanes, arena: Tensor) -> Tensor:
-    """bf16 hidden states [L, T, H] of a block, on the device of `arena` (flat uint8)."""
-    tokens, layers, hidden = block.shape
-    if block.codec == RAW:
-        size = 2 * tokens * layers * hidden
-        words = arena[block.offsets[0] : block.offsets[0] + size].view(torch.bfloat16)
-        return words.view(block.shape).transpose(0, 1)
-    specs = codec.plane_specs(block.codec, block.shape)
-    planes = [
-        arena[offset : offset + spec.num_bytes].view(spec.shape)
-        for offset, spec in zip(block.offsets, specs, strict=True)
-    ]
-    if block.codec == "rot4":
-        return _merge_rot4(planes, hidden)
-    return _merge_exponents(planes)
-
-
-def _merge_exponents(planes: Sequence[Tensor]) -> Tensor:
-    """`em-zfast` and `bitround-k`: planes exponent and rest [L, T, H], bias [L, H]."""
+def _merge_exponents(planes: Sequence[Tensor], block_S: Tensor) -> Tensor:
+    """`em-zfast` and `bitround-k`: planes exponent and rest [L, S, H], bias [B, L, H]."""
     exponent, rest, bias = planes
     # The exponent was stored less its channel's bias, modulo 256, as uint8 adds.
-    words = (exponent + bias.unsqueeze(1)).to(torch.int16) << 7
+    words = (exponent + bias.index_select(0, block_S).transpose(0, 1)).to(torch.int16)
+    words <<= 7
     # Sign extension of a byte puts the sign where it belongs; the exponent's places are cut out.
-    words |= rest.view(torch.int8).to(torch.int16) & _REST_BITS
+    signs = rest.view(torch.int8).to(torch.int16)
+    signs &= _REST_BITS
+    words |= signs
     return words.view(torch.bfloat16)
 
 
 def _merge_rot4(planes: Sequence[Tensor], hidden: int) -> Tensor:
-    """`rot4`: planes symbols [L, 32, T, G], exponent and rest of the scales [L, T, G]."""
+    """`rot4`: planes symbols [L, 32, S, G], exponent and rest of the scales [L, S, G]."""
     symbols, exponent, rest = planes
     layers, _, tokens, groups = symbols.shape
     scales = (exponent.to(torch.int16) << 7) | (rest.view(torch.int8).to(torch.int16) & _REST_BITS)

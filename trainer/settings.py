@@ -70,11 +70,10 @@ class TrainSettings:
         2, "Newest checkpoints that are kept, besides the best one.", free=True
     )
     log_every: int = _key(10, "Steps between lines of the log.", free=True)
-    decode_threads: int = _key(
-        2, "Threads that read and decode samples ahead of need; 0 reads in line.", free=True
-    )
     decode_workers: int = _key(
-        0, "Processes that read and decode in place of threads; 0 for none.", free=True
+        2,
+        "Threads, or processes beside a GPU, that read samples ahead of need; 0 reads in line.",
+        free=True,
     )
     prefetch_mb: int = _key(1024, "Most megabytes of decoded samples that wait.", free=True)
     fsdp: bool = _key(
@@ -104,7 +103,6 @@ class TrainSettings:
             "checkpoint_every": 0,
             "keep_checkpoints": 1,
             "log_every": 1,
-            "decode_threads": 0,
             "decode_workers": 0,
             "prefetch_mb": 1,
         }

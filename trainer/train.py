@@ -25,6 +25,7 @@ from draftmill.trainer.checkpoint import Position
 from draftmill.trainer.devices import joined
 from draftmill.trainer.draft_model import create_draft, save_draft
 from draftmill.trainer.finetune import OnNote, Start, open_checkpoint
+from draftmill.trainer.groups import StatesShape
 from draftmill.trainer.interrupt import interruptible
 from draftmill.trainer.loop import Loop, OnTrainProgress
 from draftmill.trainer.match import check_dataset
@@ -32,7 +33,6 @@ from draftmill.trainer.model_card import CARD_FILE, TRAINING_PLOT, describe_data
 from draftmill.trainer.plan import Plan, load_plan, make_plan, next_epoch, save_plan
 from draftmill.trainer.plan import grow as grow_plan
 from draftmill.trainer.plots import plot_training
-from draftmill.trainer.rows import StatesShape
 from draftmill.trainer.run_folder import bind_run, locked_run
 from draftmill.trainer.runlog import RunLog, read_log
 from draftmill.trainer.settings import Finetune, TrainSettings

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import safetensors.numpy
@@ -26,9 +25,7 @@ from draftmill.manifests.reader import ShardReader
 from draftmill.manifests.target import TargetModel
 from draftmill.trainer import data
 from draftmill.trainer.data import Samples
-
-if TYPE_CHECKING:
-    from draftmill.trainer.rows import SampleReader  # brings torch, which is not needed here
+from draftmill.trainer.reading import SampleReader
 
 _NO_CUT = 2**31 - 1
 

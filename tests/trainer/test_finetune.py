@@ -30,7 +30,7 @@ SETTINGS = TrainSettings(
     validation=0.2,
     checkpoint_every=3,
     log_every=1,
-    decode_threads=0,
+    decode_workers=0,
     ttt_steps=2,
 )
 IDS = list(tiny.LAYER_IDS)

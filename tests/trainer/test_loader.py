@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
+import subprocess
+import sys
+from collections import deque
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import islice
+from multiprocessing import active_children
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.errors import DamagedError
+from draftmill.manifests.errors import DamagedError, DraftmillError
 from draftmill.manifests.reader import ShardReader
 from draftmill.manifests.types import Attempt, Outcome, Prompt, Result
-from draftmill.trainer import data
+from draftmill.trainer import data, reading
 from draftmill.trainer.data import Cursor, Row
+from draftmill.trainer.groups import StatesShape
 from draftmill.trainer.loader import RowLoader
-from draftmill.trainer.rows import Batch, StatesShape, load_row
+from draftmill.trainer.processes import Slots, readers
+from draftmill.trainer.rows import Batch, load_row, merge_row
 from tests.trainer import tiny
 
 ROOM = 64
 
 
 def loader(
-    reader, samples, threads: int = 0, prefetch_bytes: int = 1 << 30, workers: int = 0
+    reader, samples, workers: int = 0, prefetch_bytes: int = 1 << 30, *, processes: bool = False
 ) -> RowLoader:
     return RowLoader(
         reader,
         samples,
         tiny.SHAPE,
-        threads=threads,
         workers=workers,
+        processes=processes,
         prefetch_bytes=prefetch_bytes,
     )
 
@@ -117,18 +126,18 @@ def test_batches_do_not_depend_on_threads_or_memory(threads: int, prefetch_bytes
 def test_interrupted_with_other_threads_and_a_grown_dataset_the_batches_are_the_same(
     tmp_path: Path,
 ) -> None:
-    check_resume(tmp_path, [(0, 0), (2, 0), (1, 0), (3, 0), (0, 0)])
+    check_resume(tmp_path, [(0, False), (2, False), (1, False), (3, False), (0, False)])
 
 
 @pytest.mark.slow
-def test_interrupted_with_other_workers_and_a_grown_dataset_the_batches_are_the_same(
+def test_interrupted_with_other_processes_and_a_grown_dataset_the_batches_are_the_same(
     tmp_path: Path,
 ) -> None:
-    check_resume(tmp_path, [(0, 0), (0, 2), (0, 1)])
+    check_resume(tmp_path, [(0, False), (2, True), (1, True)])
 
 
-def check_resume(tmp_path: Path, ways: list[tuple[int, int]]) -> None:
-    """Stop after a random number of batches, add samples, go on with other (threads, workers)."""
+def check_resume(tmp_path: Path, ways: list[tuple[int, bool]]) -> None:
+    """Stop after a random number of batches, add samples, go on with other (workers, processes)."""
     path = tiny.build_dataset(tmp_path / "d", tiny.random_samples(40)).path
     with Dataset.open(path).reader() as reader:
         columns = data.select(reader.trainable(), tiny.CONTEXT).samples
@@ -139,8 +148,8 @@ def check_resume(tmp_path: Path, ways: list[tuple[int, int]]) -> None:
         got: list[str] = []
         cursor = Cursor()
         rng = np.random.default_rng(0)
-        for turn, (threads, workers) in enumerate(ways):
-            found = loader(shards, columns, threads, workers=workers)
+        for turn, (workers, processes) in enumerate(ways):
+            found = loader(shards, columns, workers, processes=processes)
             with closing(found.batches(rows_of(columns, cursor))) as batches:
                 for batch in islice(batches, int(rng.integers(1, 9))):
                     got.append(batch.checksum())
@@ -180,7 +189,7 @@ def test_what_waits_is_bounded() -> None:
     columns = tiny.columns(samples)
     reader = tiny.MemoryReader(samples)
     one_row = ROOM * 2 * 4 * tiny.HIDDEN * 2
-    source = loader(reader, columns, threads=2, prefetch_bytes=2 * one_row)
+    source = loader(reader, columns, workers=2, prefetch_bytes=2 * one_row)
     with closing(source.batches(rows_of(columns))) as batches:
         consumed = 0
         for batch in islice(batches, 10):
@@ -266,3 +275,108 @@ def test_a_shard_reader_can_be_sent_to_a_worker(dataset: Path) -> None:
         theirs = [b.checksum() for b in loader(sent_reader, sent_columns).batches(rows)]
     sent_reader.close()
     assert mine == theirs
+
+
+@pytest.mark.slow
+def test_processes_hand_over_rows_that_outgrow_their_slots() -> None:
+    """Memory is planned for rows of a usual kind; others take a slower way to the same bits."""
+    samples = tiny.random_samples(12)
+    columns = tiny.columns(samples)
+    short = [Row(members=(number,), cursor=Cursor(row=number)) for number in range(4)]
+    long = [Row(members=tuple(range(12)), cursor=Cursor(row=number)) for number in (4, 5)]
+    items = [reading.item_of(row, columns) for row in (*short[:2], *long, *short[2:])]
+    read = reading.ReadRow(reader=tiny.MemoryReader(samples), shape=tiny.SHAPE, pad_to=0)
+    wanted = [read(item, lambda size: np.empty(size, np.uint8)) for item in items]
+    sizes = sorted(row.num_bytes for row in wanted)
+    with closing(Slots(6, sizes[3])) as slots, readers(read, 2, slots, together=3) as processes:
+        assert sizes[3] <= slots.size < sizes[4]
+        begun = [processes.submit(items[:3], 0), processes.submit(items[3:], 1)]
+        got = [row for place, each in enumerate(begun) for row in processes.result(each, place)]
+        assert [row.row for row in got] == [item[0] for item in items]
+        for row, same in zip(got, wanted, strict=True):
+            batches = [merge_row(found, torch.tensor(found.arena)) for found in (row, same)]
+            assert batches[0].checksum() == batches[1].checksum()
+            inside = np.shares_memory(row.arena, slots.memory)
+            assert inside == (row.num_bytes <= slots.size)
+
+
+@pytest.mark.slow
+def test_what_a_process_finds_damaged_is_said_by_the_one_that_trains() -> None:
+    samples = tiny.random_samples(4)
+    reader = tiny.MemoryReader(samples)
+    reader.broken.add(2)
+    columns = tiny.columns(samples)
+    rows = [Row(members=(number,), cursor=Cursor()) for number in (0, 1, 2, 3)]
+    with closing(loader(reader, columns, 2, processes=True).batches(rows)) as batches:
+        assert [next(batches).sample_ids for _ in range(2)] == [(100,), (101,)]
+        with pytest.raises(DamagedError, match=r"sample 102 cannot be read .*flipped bit"):
+            next(batches)
+    assert active_children() == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_for_the_one_that_trains_to_hear() -> None:
+    samples = tiny.random_samples(60)
+    columns = tiny.columns(samples)
+    reader = tiny.MemoryReader(samples)
+    wanted = [b.checksum() for b in islice(loader(reader, columns).batches(rows_of(columns)), 40)]
+    source = loader(reader, columns, 2, processes=True)
+    with closing(source.batches(rows_of(columns))) as batches:
+        got = [next(batches).checksum()]
+        for process in active_children():
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGINT)
+        got += [batch.checksum() for batch in islice(batches, 39)]
+    assert got == wanted
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_the_run_with_advice() -> None:
+    samples = tiny.random_samples(60)
+    columns = tiny.columns(samples)
+    source = loader(tiny.MemoryReader(samples), columns, 2, processes=True)
+    with closing(source.batches(rows_of(columns))) as batches:
+        next(batches)
+        for process in active_children():
+            process.kill()
+        with pytest.raises(DraftmillError, match=r"reads samples died.*decode_workers"):
+            deque(islice(batches, 100), maxlen=0)
+    assert active_children() == []
+
+
+ORPHANS = """
+import os, sys
+from itertools import islice
+from multiprocessing import active_children
+from tests.trainer import test_loader, tiny
+
+if __name__ == "__main__":
+    samples = tiny.random_samples(60)
+    columns = tiny.columns(samples)
+    source = test_loader.loader(tiny.MemoryReader(samples), columns, 2, processes=True)
+    batches = source.batches(test_loader.rows_of(columns))
+    next(batches)
+    print(*(process.pid for process in active_children()), flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.slow
+def test_processes_do_not_outlive_a_killed_trainer(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ORPHANS)
+    home = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        cwd=home,
+        env={**os.environ, "PYTHONPATH": str(home)},
+        stdout=subprocess.PIPE,
+        timeout=200,
+    )
+    assert done.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
+    for pid in pids:
+        # They notice when they next ask for work; psutil's wait is no busy loop.
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).wait(timeout=60)

@@ -24,7 +24,7 @@ from draftmill.trainer.vocab import build_mapping
 from tests.trainer import tiny
 
 SETTINGS = TrainSettings(
-    draft_vocab_size=128, max_seq_len=60, steps=4, validation=0.2, decode_threads=0, ttt_steps=2
+    draft_vocab_size=128, max_seq_len=60, steps=4, validation=0.2, decode_workers=0, ttt_steps=2
 )
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -62,7 +62,7 @@ SETTINGS = TrainSettings(
     steps=8,
     lr=5e-3,
     validation=0.2,
-    decode_threads=0,
+    decode_workers=0,
     ttt_steps=2,
 )
 NEEDED = ("embed_tokens.weight", "lm_head.weight", "language_model.model.norm.weight")

@@ -18,8 +18,9 @@ from draftmill.manifests.errors import DamagedError
 from draftmill.manifests.reader import ShardReader
 from draftmill.trainer import data, planes
 from draftmill.trainer.data import Cursor
-from draftmill.trainer.loader import RowLoader
-from draftmill.trainer.rows import load_row, merge_row, read_row
+from draftmill.trainer.groups import GroupPlanes, StatesShape, placed_group
+from draftmill.trainer.reading import read_row
+from draftmill.trainer.rows import load_row, merge_row
 from tests.manifests.test_codec_lossy import finite_states
 from tests.trainer import tiny
 
@@ -30,20 +31,26 @@ from tests.trainer import tiny
     shape=st.tuples(st.integers(1, 90), st.integers(1, 3), st.integers(1, 150)),
     seed=st.integers(0, 2**32 - 1),
     start=st.integers(0, 300),
+    block_tokens=st.integers(1, 100),
 )
 def test_merged_bits_are_decoded_bits(
-    name: str, shape: tuple[int, int, int], seed: int, start: int
+    name: str, shape: tuple[int, int, int], seed: int, start: int, block_tokens: int
 ) -> None:
     states = finite_states(shape, seed)
     if codec.is_lossless(name):
         states = np.random.default_rng(seed).integers(0, 1 << 16, shape, dtype=np.uint16)
-    (payload,) = codec.encode_states(states, name)
+    payloads = codec.encode_states(states, name, block_tokens=block_tokens)
     wanted = np.empty(shape, np.uint16)
-    codec.decode_states(name, [payload], wanted)
-    block, end = planes.block_planes(name, shape, start)
+    codec.decode_states(name, payloads, wanted, block_tokens=block_tokens)
+    lengths = codec.block_lengths(shape[0], block_tokens)
+    sizes = StatesShape(layers=shape[1], hidden_size=shape[2])
+    group, end = placed_group(name, lengths, sizes, start)
     arena = torch.empty(end, dtype=torch.uint8)
-    planes.decode_into(payload, block, arena.numpy())
-    got = planes.merge(block, arena).transpose(0, 1).contiguous().view(torch.int16)
+    target = GroupPlanes(group, sizes, arena.numpy())
+    for length, payload in zip(lengths, payloads, strict=True):
+        target.decode(payload, length)
+    numbers = torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
+    got = planes.merge(group, sizes, arena, numbers).transpose(0, 1).contiguous().view(torch.int16)
     assert np.array_equal(got.numpy().view(np.uint16), wanted)
 
 
@@ -72,7 +79,8 @@ def test_rows_of_mixed_codecs_are_the_same_both_ways(tmp_path: Path, cut: int) -
         for row in rows:
             for pad_to in (0, cut + 7):
                 whole = load_row(shards, samples, row, tiny.SHAPE, pad_to)
-                merged = merge_row(read_row(shards, samples, row, tiny.SHAPE, pad_to), "cpu")
+                found = read_row(shards, samples, row, tiny.SHAPE, pad_to)
+                merged = merge_row(found, torch.from_numpy(found.arena))
                 assert merged.checksum() == whole.checksum()
                 assert (merged.row, merged.sample_ids, merged.lengths) == (
                     whole.row,
@@ -81,24 +89,12 @@ def test_rows_of_mixed_codecs_are_the_same_both_ways(tmp_path: Path, cut: int) -
                 )
 
 
-def test_the_loader_leaves_the_merge_to_the_device_when_told(dataset: Path) -> None:
-    with Dataset.open(dataset).reader() as reader:
-        samples = data.select(reader.trainable(), tiny.CONTEXT).samples
-    rows = list(islice(data.training_rows(samples, seed=0, room=64, start=Cursor()), 20))
-    with closing(ShardReader(dataset)) as shards:
-        ways = []
-        for late in (False, True):
-            loader = RowLoader(
-                shards, samples, tiny.SHAPE, threads=2, prefetch_bytes=1 << 20, planes=late
-            )
-            ways.append([batch.checksum() for batch in loader.batches(rows)])
-    assert ways[0] == ways[1]
-
-
 def test_a_damaged_payload_is_refused_on_the_way_to_the_planes() -> None:
     states = finite_states((40, 2, 64), 1)
     for name in codec.CODECS:
         (payload,) = codec.encode_states(states, name)
-        block, end = planes.block_planes(name, states.shape, 0)
+        sizes = StatesShape(layers=2, hidden_size=64)
+        group, end = placed_group(name, [40], sizes, 0)
+        target = GroupPlanes(group, sizes, np.empty(end, np.uint8))
         with pytest.raises(DamagedError):
-            planes.decode_into(payload[:-1], block, np.empty(end, np.uint8))
+            target.decode(payload[:-1], 40)

@@ -44,7 +44,7 @@ SETTINGS = TrainSettings(
     validation=0.2,
     checkpoint_every=8,
     log_every=1,
-    decode_threads=1,
+    decode_workers=1,
     ttt_steps=2,
 )
 
@@ -160,10 +160,10 @@ def test_killed_anywhere_it_goes_on_with_the_same_batches_and_losses(
     for die_at, threads in ((3, 1), (11, 0), (12, 2), (None, 1)):
         steps = Steps(die_at)
         if die_at is None:
-            report = run(path, target, output, steps, decode_threads=threads)
+            report = run(path, target, output, steps, decode_workers=threads)
         else:
             with pytest.raises(Killed):
-                run(path, target, output, steps, decode_threads=threads)
+                run(path, target, output, steps, decode_workers=threads)
         for step, samples, loss in steps.seen:
             # what is done again after a kill is done in the same way
             assert done.setdefault(step, (samples, loss)) == (samples, loss)
@@ -334,7 +334,7 @@ def test_other_settings_are_refused_by_name(
     with pytest.raises(SettingsMismatch, match="target was 'tests/tiny-llama'"):
         run(dataset, replace(target, name="other"), whole[0])
     # what cannot change the outcome is free
-    run(dataset, target, whole[0], decode_threads=0, log_every=5, keep_checkpoints=9)
+    run(dataset, target, whole[0], decode_workers=0, log_every=5, keep_checkpoints=9)
 
 
 def test_a_run_folder_has_one_user(dataset: Path, target: TargetModel, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from draftmill.manifests.types import (
 )
 from draftmill.trainer import data
 from draftmill.trainer.data import Samples
-from draftmill.trainer.rows import StatesShape
+from draftmill.trainer.groups import StatesShape
 
 HIDDEN, LAYERS, VOCAB, CONTEXT = 64, 6, 512, 256
 LAYER_IDS = (1, 3, 5)
@@ -76,19 +76,9 @@ class MemoryReader:
             finish_reason="stop",
         )
 
-    def states(
-        self,
-        location: Location,
-        *,
-        tokens: int | None = None,
-        out: np.ndarray | None = None,
-        threads: int = 1,
-    ) -> np.ndarray:
-        self.read.append(location.offset)
-        return self.samples[location.offset].states[:tokens]
-
     def blocks(self, location: Location, *, tokens: int | None = None) -> StatesBlocks:
-        states = self.states(location, tokens=tokens)
+        self.read.append(location.offset)
+        states = self.samples[location.offset].states[:tokens]
         lengths = codec.block_lengths(len(states))
         payloads = [memoryview(b) for b in codec.encode_states(states, "em-zfast")]
         return StatesBlocks("em-zfast", states.shape, lengths, payloads)

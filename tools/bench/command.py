@@ -96,7 +96,7 @@ def loader_command(
 
     \b
     draftmill bench loader
-    draftmill bench loader --device cuda --size 4GiB --threads 8 --folder /data
+    draftmill bench loader --device cuda --size 4GiB --threads 2 --folder /data
     """
     from draftmill.tools.bench import loader, loader_data
 

@@ -43,7 +43,8 @@ _PLANNED = 1_000_000
 class LoaderBench:
     """What to measure: `rounds` readings of all samples in each way; the median counts.
 
-    `threads` is what each way may use: decode threads here, worker processes there (or none, where
+    `threads` is what each way may use: decode threads here (processes beside a GPU), worker
+    processes there (or none, where
     that is faster). `steps` are those of a training on a device.
     """
 
@@ -62,7 +63,7 @@ class LoaderBench:
             max_seq_len=self.bench.room,
             draft_vocab_size=min(32000, self.bench.vocab_size),
             validation=0.0,
-            decode_threads=self.threads,
+            decode_workers=self.threads,
             prefetch_mb=512,
             device="cpu" if self.device == "cpu" else "cuda",
         )
@@ -141,7 +142,7 @@ def _ours(
         shards,
         samples,
         options.bench.states,
-        threads=options.threads,
+        workers=options.threads,
         prefetch_bytes=512 << 20,
         pad_to=options.bench.room,
     )
@@ -205,7 +206,7 @@ def _first_batch(options: LoaderBench, made: loader_data.Made, folder: Path) -> 
             shards,
             plan.train,
             options.bench.states,
-            threads=options.threads,
+            workers=options.threads,
             prefetch_bytes=64 << 20,
         )
         with closing(loader.batches(rows)) as batches:
@@ -232,30 +233,41 @@ def _training(options: LoaderBench, made: loader_data.Made, samples: Samples) ->
             shards,
             samples,
             options.bench.states,
-            threads=options.threads,
+            workers=options.threads,
+            processes=group.on_gpu,
             prefetch_bytes=settings.prefetch_mb << 20,
             pad_to=settings.max_seq_len,
             device=group.device,
         )
         rows = list(islice(_epoch(samples, settings.max_seq_len), options.steps))
-        held = list(loader.batches(islice(rows, 32)))
+        start = time.perf_counter()
+        with closing(loader.batches(islice(rows, 32))) as batches:
+            held = [next(batches)]
+            first = time.perf_counter() - start
+            held += batches
         start = time.perf_counter()
         _steps(engine, islice(cycle(held), options.warmup_steps))
         compiled = time.perf_counter() - start
         rates: dict[str, list[float]] = {"shards": [], "held": []}
         for _ in range(options.rounds):
-            with closing(loader.batches(islice(cycle(rows), options.steps))) as batches:
-                rates["shards"].append(options.steps / _steps(engine, batches))
-            again = islice(cycle(held), options.steps)
-            rates["held"].append(options.steps / _steps(engine, again))
+            with closing(loader.batches(cycle(rows))) as batches:
+                rates["shards"].append(_rate(engine, batches, options))
+            rates["held"].append(_rate(engine, cycle(held), options))
     ours, base = median(rates["shards"]), median(rates["held"])
     size = options.bench.room * options.bench.states.layers * options.bench.hidden_size * 2
     return [
         _figure("train.steps_per_s", ours, "steps/s", base, "batches held by the device"),
         _figure("held.steps_per_s", base, "steps/s", None, ""),
         _figure("train.states_mb_s", ours * size / 1e6, "MB/s", None, ""),
+        _figure("train.first_batch.seconds", first, "s", None, ""),
         _figure("compile.seconds", compiled, "s", None, ""),
     ]
+
+
+def _rate(engine: Engine, batches: Iterator[Batch], options: LoaderBench) -> float:
+    """Steps a second once they are under way: a run starts its readers once."""
+    _steps(engine, islice(batches, options.warmup_steps))
+    return options.steps / _steps(engine, islice(batches, options.steps))
 
 
 def _steps(engine: Engine, batches: Iterable[Batch]) -> float:

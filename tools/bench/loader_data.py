@@ -24,7 +24,7 @@ from draftmill.manifests.target import TargetModel
 from draftmill.manifests.types import Attempt, Completion, Prompt, Result, StatesPayload
 from draftmill.tools.bench.saved_states import Words, load_states
 from draftmill.trainer import speculators_store
-from draftmill.trainer.rows import StatesShape
+from draftmill.trainer.groups import StatesShape
 from draftmill.trainer.settings import TrainSettings
 
 _CODEC = "em-zfast"
