@@ -47,6 +47,9 @@ class Samples:
 
     def take(self, rows: NDArray[Any]) -> Samples:
         """The samples at `rows` (indices or a mask)."""
+        # Most often nothing is left out, and a million samples take a while to copy.
+        if rows.dtype == np.bool_ and rows.all():
+            return self
         return replace(self, **{item.name: getattr(self, item.name)[rows] for item in fields(self)})
 
     def completion_location(self, row: int) -> Location:
