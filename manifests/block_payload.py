@@ -66,6 +66,6 @@ class Streams:
             return None
         found = self._payload[self._bounds[first] : self._bounds[end]]
         lengths = {self._bounds[i + 1] - self._bounds[i] for i in range(first, end)}
-        if lengths != {num_bytes // max(1, self._num_layers)}:
+        if lengths - {num_bytes // max(1, self._num_layers)}:
             raise DamagedError(f"a plane has {len(found)} bytes where {num_bytes} must be")
         return found

@@ -72,20 +72,26 @@ def encode_states(
     The payload of block i holds the tokens from i * block_tokens; no tokens give no payload. All
     payloads of one call lie in one piece of memory: `room` (flat, `worst_case_bytes` or more), or
     a new one. Fresh pages cost as much as a third of the work, so callers use theirs again.
-    Raises ValueError where the array is not of that kind, or has a value that a lossy codec cannot
-    take (`rot4`: what is not finite, or 2 ** 120 and more).
+    Raises ValueError where the array or `room` is not of that kind, or where a lossy codec cannot
+    take a value (`rot4`: what is not finite, or 2 ** 120 and more).
     """
     parse_codec(codec)
     _check_states(states_TLH)
+    if block_tokens < 1:
+        raise ValueError(f"a block has one token or more, not {block_tokens}")
     starts = range(0, len(states_TLH), block_tokens)
     if codec == RAW:
         flat = memoryview(states_TLH.astype("<u2", order="C").reshape(-1).view(np.uint8))
         row = 2 * states_TLH.shape[1] * states_TLH.shape[2]
         return [flat[at * row : (at + block_tokens) * row].toreadonly() for at in starts]
+    tokens, layers, hidden = states_TLH.shape
+    size = worst_case_bytes(tokens, layers, hidden, codec, block_tokens=block_tokens)
     if room is None:
-        tokens, layers, hidden = states_TLH.shape
-        size = worst_case_bytes(tokens, layers, hidden, codec, block_tokens=block_tokens)
         room = np.empty(size, np.uint8)
+    elif room.dtype != np.uint8 or room.ndim != 1 or room.size < size:
+        raise ValueError(
+            f"room must be flat uint8 of {size} bytes or more, not {room.dtype} {list(room.shape)}"
+        )
     payloads: list[memoryview] = []
     for at in starts:
         # from the end downwards, so that what is not needed is never touched
@@ -118,9 +124,12 @@ def decode_planes(
     `out` has one contiguous uint8 array for each of `plane_specs(codec, (T, L, H))`, in its shape.
     Returns the planes. Without `copy`, a plane that no layer has coded is not copied to `out` but
     returned as it lies in the payload; with it, `out` is returned. Raises DamagedError as
-    `decode_block` does; `raw` has no planes and raises ValueError.
+    `decode_block` does; `raw` has no planes and raises ValueError, as does memory that is not
+    contiguous.
     """
     block_codec(codec)
+    if not all(plane.flags.c_contiguous for plane in out):
+        raise ValueError("planes must be contiguous")
     num_layers = len(out[0])
     streams = Streams(payload, len(out), num_layers)
     planes = []

@@ -98,12 +98,15 @@ def select(writer: DatasetWriter, chosen: RowFilter) -> list[int]:
 
 
 def mend_header(writer: DatasetWriter, name: str) -> bool:
-    """Write the safetensors header of a sealed shard again, from its records."""
+    """Write the safetensors header of a shard again, from its records; an open one is sealed."""
     kind, _, file = name.partition("/")
     path = writer.dataset.path / kind / file
-    if kind not in KINDS or is_open(path):
+    if kind not in KINDS:
         return False
     with writer.lock:
+        if is_open(path):
+            writer.seal(kind)
+            return not path.exists()
         number = int(path.name.partition(".")[0])
         opened = shard_path(path.parent, number, sealed=False)
         files.rename(path, opened, f"{kind}.mend")

@@ -162,7 +162,7 @@ def decode(symbols_STG: Plane, scales_TG: Words, out_TH: Words) -> None:
 
 def _members(hidden_size: int) -> tuple[int, int]:
     """Members that every group has, and in how many groups one more is there."""
-    return divmod(hidden_size, group_count(hidden_size))
+    return divmod(hidden_size, max(1, group_count(hidden_size)))
 
 
 def _gather(words_TH: Words, tile_JTG: Words) -> None:

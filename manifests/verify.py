@@ -169,15 +169,19 @@ def _check_shard(
     by_offset = {row.location.offset: row for row in rows}
     try:
         report.bytes_checked = path.stat().st_size
-        for item in scan(path, number):
+        start = first_record(path, number)
+        for item in scan(path, number, start=start):
             found.append(item)
     except FileNotFoundError:
         # A writer sealed or evicted it meanwhile.
         now = list_shards(path.parent).get(number)
         return _check_shard(kind, number, None if now == path else now, rows, reader)
     except DamagedError as error:
-        report.damaged.append(fault(None, 0, 8, error.reason))
-        report.damaged += [fault(r, *r.location[1:], "unreachable") for r in rows]
+        report.damaged += [
+            fault(r, *r.location[1:], f"no record can be found: {error.reason}") for r in rows
+        ]
+        if not rows:
+            report.unused.append(fault(None, 0, report.bytes_checked, error.reason))
         return report
     valid = {item.offset: item for item in found if isinstance(item, Record)}
     for item in found:
@@ -194,10 +198,9 @@ def _check_shard(
             reason = _decode(reader, stage, row)
         if reason is not None and row.id not in named:
             report.damaged.append(fault(row, offset, row.location.length, reason))
-    if not is_open(path) and len(valid) == len(found):
-        reason = _header_fault(path, kind, number, found)
-        if reason is not None:
-            report.damaged.append(fault(None, 0, 8, reason))
+    reason = _header_fault(path, kind, number, start, found)
+    if reason is not None:
+        report.damaged.append(fault(None, 0, 8, reason))
     return report
 
 
@@ -232,11 +235,21 @@ def _decode(reader: ShardReader, stage: Stage, row: _Row) -> str | None:
     return None
 
 
-def _header_fault(path: Path, kind: Kind, number: int, found: list[Record | Damage]) -> str | None:
-    start = first_record(path, number)
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        stored = file.read(start - 8)
-    if length != start - 8 or stored.rstrip(b" ") != header_for(kind, number, start, found):
+def _header_fault(
+    path: Path, kind: Kind, number: int, start: int, found: list[Record | Damage]
+) -> str | None:
+    """What is wrong with a header: its length, and in a sealed shard its JSON. The JSON of a shard
+    with damage is not looked at: it named records that cannot be read any more."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            stored = file.read(start - 8)
+    except FileNotFoundError:  # a writer sealed or evicted it meanwhile
+        return None
+    if length != start - 8:
+        return "the header's length does not lead to the first record"
+    if is_open(path) or any(isinstance(item, Damage) for item in found):
+        return None
+    if stored.rstrip(b" ") != header_for(kind, number, start, found):
         return "the safetensors header does not match the records"
     return None

@@ -143,7 +143,13 @@ def _print_matches(matches: list[maintenance.Match], unknown: int) -> None:
 @click.argument("dataset")
 @click.option("--repair", is_flag=True, help="Put damaged rows back; rebuild a lost manifest.")
 @click.option("--deep", is_flag=True, help="Also decode every sample and look for NaN and Inf.")
-@click.option("--threads", default=2, show_default=True, help="Shards checked at a time.")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Shards checked at a time.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document with stable keys.")
 @click.pass_context
 def verify_command(

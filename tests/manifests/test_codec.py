@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from numpy.typing import NDArray
 
 from draftmill.manifests import codec
 from draftmill.manifests.errors import ConfigError
+from draftmill.manifests.planes import TILE_ELEMENTS
 
 LOSSLESS = [name for name in codec.CODECS if codec.is_lossless(name)]
 WITH_PLANES = ("em-zfast", "bitround-0", "bitround-4", "rot4")
@@ -18,7 +21,7 @@ KINDS = (*WITH_PLANES, "raw")
 SPECIAL = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x7F7F, 0x7F80, 0x7FC0, 0x7F81, 0x7FFF]
 SPECIAL += [0x8000 | word for word in SPECIAL]
 
-shapes = st.tuples(st.integers(0, 40), st.integers(1, 4), st.integers(1, 131))
+shapes = st.tuples(st.integers(0, 40), st.integers(0, 4), st.integers(0, 131))
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -159,3 +162,77 @@ def test_wrong_arrays_are_refused() -> None:
         codec.encode_states(np.zeros((2, 2, 2), np.float32), "raw")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="uint16"):
         codec.encode_states(np.zeros((2, 2), np.uint16), "em-zfast")
+
+
+@pytest.mark.parametrize("name", WITH_PLANES)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), seed=seeds)
+def test_room_that_is_too_small_is_refused(name: str, data: st.DataObject, seed: int) -> None:
+    shape = (70, 2, 65)
+    states = make_states(shape, seed, "normal")
+    size = codec.worst_case_bytes(*shape, name, block_tokens=32)
+    given_bytes = data.draw(st.integers(0, size - 1))
+    with pytest.raises(ValueError, match=f"{size} bytes or more"):
+        codec.encode_states(states, name, block_tokens=32, room=np.empty(given_bytes, np.uint8))
+
+
+@pytest.mark.parametrize("name", WITH_PLANES)
+def test_room_is_used_and_nothing_beside_it(name: str) -> None:
+    shape = (70, 2, 65)
+    states = make_states(shape, 5, "normal")
+    size = codec.worst_case_bytes(*shape, name, block_tokens=32)
+    memory = np.full(size + 128, 0x5A, np.uint8)
+    payloads = codec.encode_states(states, name, block_tokens=32, room=memory[64:-64])
+    assert payloads == codec.encode_states(states, name, block_tokens=32)
+    assert all(np.shares_memory(np.frombuffer(each, np.uint8), memory) for each in payloads)
+    assert set(memory[:64]) == set(memory[-64:]) == {0x5A}
+    for wrong in (np.empty((size, 1), np.uint8), np.empty(size, np.uint16)):
+        with pytest.raises(ValueError, match="flat uint8"):
+            codec.encode_states(states, name, block_tokens=32, room=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("block_tokens", [0, -1, -512])
+def test_blocks_have_tokens(name: str, block_tokens: int) -> None:
+    with pytest.raises(ValueError, match="one token or more"):
+        codec.encode_states(make_states((3, 1, 2), 0, "normal"), name, block_tokens=block_tokens)
+
+
+@pytest.mark.parametrize("name", WITH_PLANES)
+def test_planes_in_memory_of_other_order_are_refused(name: str) -> None:
+    shape = (40, 2, 70)
+    (payload,) = codec.encode_states(make_states(shape, 6, "normal"), name)
+    planes = [np.zeros(spec.shape, np.uint8, order="F") for spec in codec.plane_specs(name, shape)]
+    with pytest.raises(ValueError, match="contiguous"):
+        codec.decode_planes(name, payload, planes)
+
+
+@pytest.mark.parametrize("name", codec.CODECS)
+@pytest.mark.parametrize("off", [-1, 0, 1])
+def test_edges_of_tiles(name: str, off: int) -> None:
+    hidden = 1024
+    shape = (TILE_ELEMENTS // (2 * hidden) + off, 2, hidden)
+    states = make_states(shape, 7, "normal")
+    whole, rows = np.zeros(shape, np.uint16), np.zeros(shape, np.uint16)
+    codec.decode_states(name, codec.encode_states(states, name), whole)
+    # biases and scales are of a channel or a token: whatever is decoded does not depend on blocks
+    cut = codec.encode_states(states, name, block_tokens=1)
+    codec.decode_states(name, cut, rows, block_tokens=1)
+    assert np.array_equal(whole, rows)
+
+
+def test_threads_with_different_shapes_do_not_mix() -> None:
+    kinds = [(name, (t, 2, h)) for name in codec.CODECS for t, h in ((3, 700), (90, 64), (513, 31))]
+    inputs = {kind: make_states(kind[1], 8, "normal") for kind in kinds}
+
+    def round_trip(kind: tuple[str, tuple[int, int, int]]) -> bytes:
+        name, shape = kind
+        out = np.zeros(shape, np.uint16)
+        codec.decode_states(name, codec.encode_states(inputs[kind], name), out)
+        return out.tobytes()
+
+    alone = list(map(round_trip, kinds))
+    order = np.random.default_rng(9).permutation(np.repeat(np.arange(len(kinds)), 4))
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda index: round_trip(kinds[index]), order))
+    assert together == [alone[index] for index in order]

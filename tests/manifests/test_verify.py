@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftmill.manifests import maintenance
 from draftmill.manifests.dataset import Dataset, DatasetReader
 from draftmill.manifests.record import Record
 from draftmill.manifests.shard import data_start, is_open, list_shards, scan
@@ -49,8 +51,9 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
         for kind in ("completions", "hidden_states"):
             for number, path in list_shards(dataset.path / kind).items():
                 start = data_start(path.read_bytes()[:8], path.stat().st_size)
+                regions.append(Region(path, 0, 8, None))
                 if not is_open(path):
-                    regions += [Region(path, 0, 8, None), Region(path, 8, start, None)]
+                    regions.append(Region(path, 8, start, None))
                 for found in scan(path, number):
                     assert isinstance(found, Record)
                     assert found.id in ids
@@ -119,3 +122,58 @@ def test_deep_finds_what_no_checksum_shows(tmp_path: Path, pattern: int) -> None
     assert [(each.sample, each.reason) for each in report.damaged] == [
         (2, "not finite in layer 1, position 5")
     ]
+
+
+def _damage_and_repair(tmp_path: Path, spoil: Callable[[Path], None], *, sealed: bool) -> list[str]:
+    """What is left to report after one repair of a dataset with one spoiled shard of states."""
+    dataset = Dataset.create(tmp_path / "d", "")
+    with dataset.writer() as writer:
+        writer.add_prompts(workload.prompts(3))
+        writer.commit([workload.generate_result(row) for row in writer.pending(0, 3)])
+        results = []
+        for sample in writer.generated(0, 3):
+            states = workload.states_of(sample.id, len(sample.completion.token_ids))
+            results.append(workload.extract_result(sample, states))
+        writer.commit(results)
+        if sealed:
+            writer.seal("hidden_states")
+        (path,) = list_shards(dataset.path / "hidden_states").values()
+        spoil(path)
+        report = verify(dataset.path, writer.manifest)
+        assert report.damaged
+        maintenance.repair(writer, report)
+        assert report.ok, report
+        again = verify(dataset.path, writer.manifest)
+        assert again.ok
+        return [fault.reason for fault in again.unused]
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("kept", [0, 7, 100, 16_392])
+def test_a_shard_with_nothing_left_is_repaired_once(
+    tmp_path: Path, kept: int, sealed: bool
+) -> None:
+    _damage_and_repair(tmp_path, lambda path: os.truncate(path, kept), sealed=sealed)
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("byte", [0x00, 0x20, 0xFF])
+def test_a_shard_that_was_written_over_is_repaired_once(
+    tmp_path: Path, byte: int, sealed: bool
+) -> None:
+    def spoil(path: Path) -> None:
+        path.write_bytes(bytes([byte]) * path.stat().st_size)
+
+    assert _damage_and_repair(tmp_path, spoil, sealed=sealed)
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("at", [0, 1, 2, 7])
+def test_the_length_of_a_header_is_mended(tmp_path: Path, at: int, sealed: bool) -> None:
+    def spoil(path: Path) -> None:
+        with path.open("r+b") as file:
+            old = file.read(8)
+            file.seek(0)
+            file.write(bytes(byte ^ 8 * (n == at) for n, byte in enumerate(old)))
+
+    assert not _damage_and_repair(tmp_path, spoil, sealed=sealed)
