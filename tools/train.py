@@ -230,8 +230,10 @@ def _show_report(report: Any) -> None:
 def _validation(figures: Mapping[str, float], samples: int) -> str:
     """What a person asks first; log.jsonl and the model card have all of it."""
     count = sum(name.startswith("full_acc_") for name in figures)
+    # Not there where no answer is long enough to draw a draft.
+    accepted = figures.get("accepted_per_step", 0.0)
     places = " / ".join(f"{figures[f'full_acc_{place}']:.3f}" for place in range(count))
     return (
-        f"validation ({samples:,} samples): {figures['accepted_per_step']:.3f} accepted per step, "
+        f"validation ({samples:,} samples): {accepted:.3f} accepted per step, "
         f"accuracy by position {places}, loss {figures['loss']:.3f}"
     )

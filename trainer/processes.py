@@ -9,23 +9,31 @@ process itself, so that no thread of its own is needed for that. Which rows are 
 
 from __future__ import annotations
 
+import atexit
 import mmap
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context, reduction, resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import numpy as np
 
 from draftmill.manifests.errors import DraftmillError
+from draftmill.trainer.data import Cursor, Row
 from draftmill.trainer.groups import Bytes
-from draftmill.trainer.reading import Item, PlaneRow, ReadRow
+from draftmill.trainer.reading import Item, PlaneRow, ReadRow, named
 
 _NOWHERE = np.empty(0, np.uint8)
+_NOBODY = Row(members=(), cursor=Cursor())
+# Signals that ask a run to stop. A terminal, `timeout` and whatever else ends a group of processes
+# send them to readers too, which have to go on until the trainer has saved.
+_STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Slots:
@@ -90,7 +98,7 @@ class Readers:
                 # It outgrew its slot, as thousands of samples of two tokens would.
                 yield self._read(item, lambda size: np.empty(size, np.uint8))
             else:
-                yield replace(found, arena=self._slots[slot][: found.num_bytes])
+                yield replace(named(found, item), arena=self._slots[slot][: found.num_bytes])
 
 
 @contextmanager
@@ -100,12 +108,15 @@ def readers(
     """Processes that end with the context, or when this process dies; `together` rows at most are
     asked of one at a time."""
     context = get_context("spawn")
-    connections, processes = [], []
-    # Ctrl-C reaches all processes of a terminal, and the one that trains decides what follows. What
-    # is blocked here is blocked there, from the first moment on. Starting Python's own helper would
-    # unblock it again, so that comes first.
+    connections: list[Connection] = []
+    processes: list[SpawnProcess] = []
+    end = partial(_end, connections, processes)
+    # What multiprocessing does to processes that are left at the end is a signal they do not hear.
+    atexit.register(end)
+    # The one that trains decides what follows a signal. What is blocked here is blocked there, from
+    # the first moment on. Starting Python's own helper would unblock it again, so that comes first.
     resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
     try:
         for _ in range(workers):
             mine, theirs = context.Pipe()
@@ -119,11 +130,21 @@ def readers(
         yield Readers(read, connections, slots, together)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for connection in connections:
-            connection.close()
-        for process in processes:
-            if process.pid is not None:
-                process.join()
+        end()
+        atexit.unregister(end)
+
+
+def _end(connections: Sequence[Connection], processes: Sequence[SpawnProcess]) -> None:
+    """Killed and not asked: one that hangs in a read would never answer, and none has anything
+    that could be lost."""
+    for process in processes:
+        if process.pid is not None:
+            process.kill()
+    for connection in connections:
+        connection.close()
+    for process in processes:
+        if process.pid is not None:
+            process.join()
 
 
 @contextmanager
@@ -157,7 +178,10 @@ def _answer(read: ReadRow, item: Item, here: Bytes) -> PlaneRow | DraftmillError
         return here[:size]
 
     try:
-        return replace(read(item, room), arena=_NOWHERE)
+        # Whose row it is, the one that asked knows. A short answer always fits into the pipe, or
+        # both could wait for the other to take what they send.
+        found = read(item, room)
+        return replace(found, row=_NOBODY, sample_ids=(), lengths=(), arena=_NOWHERE)
     except _TooLarge:
         return None
     except DraftmillError as error:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.manifests import codec
-from draftmill.manifests.errors import DamagedError
+from draftmill.manifests.errors import DamagedError, DraftmillError
 from draftmill.manifests.reader import StatesBlocks
 from draftmill.manifests.types import Completion, Location, StatesTLH
 from draftmill.trainer.data import Row, Samples
@@ -165,7 +165,14 @@ class ReadRow:
         """The row of `item`, in memory that `room` gives."""
         row, samples = item
         found = read_row(self.reader, samples, renamed(row), self.shape, self.pad_to, room=room)
-        return replace(found, row=row)
+        return named(found, item)
+
+
+def named(found: PlaneRow, item: Item) -> PlaneRow:
+    """What was found of `item`, with the row and the samples that it is of."""
+    row, samples = item
+    lengths = tuple(row_lengths(samples, renamed(row)))
+    return replace(found, row=row, sample_ids=tuple(samples.id.tolist()), lengths=lengths)
 
 
 def renamed(row: Row) -> Row:
@@ -189,7 +196,8 @@ def fill_fields(
         part = slice(start, start + len(ids) - 1)
         fields["input_ids"][part] = ids[1:]
         # Everything before the first generated token belongs to the prompt, whatever it says.
-        first = start + int(samples.prompt_tokens[member]) - 1
+        # Without a prompt the first token is given all the same.
+        first = start + max(0, int(samples.prompt_tokens[member]) - 1)
         fields["loss_mask"][first : part.stop] = True
         fields["position_ids"][part] = np.arange(1, len(ids))
         fields["document_ids"][part] = document
@@ -244,11 +252,17 @@ def _read_blocks(
 
 @contextmanager
 def naming(samples: Samples, member: int) -> Iterator[None]:
-    """Damage that is found in here is said to be this sample's."""
+    """Damage that is found in here, and a disk that fails, is said to be at this sample."""
     try:
         yield
     except DamagedError as error:
         raise DamagedError(
             f"sample {samples.id[member]} cannot be read ({error}); "
             "`draftmill verify --repair` takes it out"
+        ) from error
+    except OSError as error:
+        where = "" if error.filename is None else f"{error.filename}: "
+        raise DraftmillError(
+            f"sample {samples.id[member]} cannot be read ({where}{error.strerror}). Once the disk "
+            "answers again, the same command goes on from the last checkpoint."
         ) from error

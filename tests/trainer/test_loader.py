@@ -10,6 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from itertools import islice
 from multiprocessing import active_children
 from pathlib import Path
@@ -97,6 +98,18 @@ def test_nothing_of_the_prompt_is_supervised() -> None:
     mask = batch.tensors["loss_mask"][0]
     supervised = batch.tensors["input_ids"][0][mask].numpy()
     assert (supervised == samples[0].completion).all()
+
+
+def test_without_a_prompt_all_but_the_first_token_is_supervised() -> None:
+    samples = [
+        replace(
+            sample, prompt=sample.prompt[:0], completion=np.r_[sample.prompt, sample.completion]
+        )
+        for sample in tiny.random_samples(3)
+    ]
+    row = Row(members=(0, 1, 2), cursor=Cursor())
+    batch = load_row(tiny.MemoryReader(samples), tiny.columns(samples), row, tiny.SHAPE)
+    assert bool(batch.tensors["loss_mask"].all())
 
 
 def test_a_cut_sample_loses_its_end() -> None:
@@ -315,7 +328,28 @@ def test_what_a_process_finds_damaged_is_said_by_the_one_that_trains() -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_for_the_one_that_trains_to_hear() -> None:
+@pytest.mark.parametrize("ways", [[(0, False), (2, False)], [(1, True)]])
+def test_a_disk_that_fails_is_told_with_its_sample(ways: list[tuple[int, bool]]) -> None:
+    """It is no damage: what cannot be read now may be there tomorrow, so nothing is taken out."""
+    samples = tiny.random_samples(4)
+    reader = tiny.MemoryReader(samples)
+    reader.unanswered.add(1)
+    columns = tiny.columns(samples)
+    rows = [Row(members=(number,), cursor=Cursor()) for number in (0, 1)]
+    for workers, processes in ways:
+        source = loader(reader, columns, workers, processes=processes)
+        with closing(source.batches(rows)) as batches:
+            assert next(batches).sample_ids == (100,)
+            with pytest.raises(DraftmillError, match=r"sample 101 .*Input/output error") as error:
+                next(batches)
+        assert "repair" not in str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_that_stop_a_run_are_for_the_one_that_trains_to_hear(
+    number: signal.Signals,
+) -> None:
     samples = tiny.random_samples(60)
     columns = tiny.columns(samples)
     reader = tiny.MemoryReader(samples)
@@ -325,9 +359,38 @@ def test_ctrl_c_is_for_the_one_that_trains_to_hear() -> None:
         got = [next(batches).checksum()]
         for process in active_children():
             assert process.pid is not None
-            os.kill(process.pid, signal.SIGINT)
+            os.kill(process.pid, number)
         got += [batch.checksum() for batch in islice(batches, 39)]
     assert got == wanted
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_does_not_keep_a_run_from_ending() -> None:
+    samples = tiny.random_samples(60)
+    columns = tiny.columns(samples)
+    source = loader(tiny.MemoryReader(samples), columns, 2, processes=True)
+    with closing(source.batches(rows_of(columns))) as batches:
+        next(batches)
+        for process in active_children():
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGSTOP)
+    assert active_children() == []
+
+
+@pytest.mark.slow
+def test_answers_of_processes_are_short_whatever_is_in_a_row() -> None:
+    """A pipe holds 200 KB; were answers longer, both sides could wait for room in theirs."""
+    samples = tiny.random_samples(4)
+    columns = tiny.columns(samples)
+    counts = [1, 1500]
+    rows = [Row(members=(0, 1, 2, 3) * count, cursor=Cursor()) for count in counts]
+    items = [reading.item_of(row, columns) for row in rows]
+    read = reading.ReadRow(reader=tiny.MemoryReader(samples), shape=tiny.SHAPE, pad_to=0)
+    largest = read(items[1], lambda size: np.empty(size, np.uint8)).num_bytes
+    with closing(Slots(2, largest)) as slots, readers(read, 1, slots, together=1) as processes:
+        begun = [processes.submit([item], place) for place, item in enumerate(items)]
+        sizes = [len(connection.recv_bytes()) for connection, _ in begun]
+    assert sizes[1] < sizes[0] + 100 < 4000
 
 
 @pytest.mark.slow
@@ -357,23 +420,26 @@ if __name__ == "__main__":
     batches = source.batches(test_loader.rows_of(columns))
     next(batches)
     print(*(process.pid for process in active_children()), flush=True)
-    os.kill(os.getpid(), 9)
+    if sys.argv[1:]:
+        os.kill(os.getpid(), 9)
 """
 
 
 @pytest.mark.slow
-def test_processes_do_not_outlive_a_killed_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [["killed"], []])
+def test_processes_do_not_outlive_the_one_that_trains(tmp_path: Path, how: list[str]) -> None:
+    """Killed, or at its end with an iterator that nobody closed."""
     program = tmp_path / "program.py"
     program.write_text(ORPHANS)
     home = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, str(program)],
+        [sys.executable, str(program), *how],
         cwd=home,
         env={**os.environ, "PYTHONPATH": str(home)},
         stdout=subprocess.PIPE,
         timeout=200,
     )
-    assert done.returncode == -signal.SIGKILL
+    assert done.returncode == (-signal.SIGKILL if how else 0)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
     for pid in pids:

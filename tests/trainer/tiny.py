@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -63,10 +65,13 @@ class MemoryReader:
         self.samples = samples
         self.read: list[int] = []
         self.broken: set[int] = set()
+        self.unanswered: set[int] = set()
 
     def completion(self, location: Location, *, text: bool = True) -> Completion:
         if location.offset in self.broken:
             raise DamagedError("flipped bit", shard="completions/000000", offset=location.offset)
+        if location.offset in self.unanswered:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         sample = self.samples[location.offset]
         return Completion(
             prompt_token_ids=sample.prompt,
