@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from draftmill.manifests import codec, files, record
-from draftmill.manifests.errors import ConfigError, DamagedError
+from draftmill.manifests.errors import ConfigError, DamagedError, DraftmillError
+from draftmill.manifests.open_files import USED_UP, allow_many
 from draftmill.manifests.record import Record
 from draftmill.manifests.shard import KIND_OF_STAGE, Kind, shard_path
 from draftmill.manifests.types import Completion, Location, Stage, StatesTLH
@@ -34,6 +35,26 @@ class StatesBlocks(NamedTuple):
     shape: tuple[int, int, int]
     lengths: list[int]
     payloads: list[memoryview]
+
+
+def _opened(path: Path) -> int:
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        # A dataset of a terabyte has more shards than a shell allows files.
+        if error.errno not in USED_UP:
+            raise
+    most = allow_many()
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        if error.errno not in USED_UP:
+            raise
+        raise DraftmillError(
+            f"{path}: {error.strerror}; this process may have {most}, and every shard that is read "
+            "takes one. Raise the limit (ulimit -n) above the number of shards."
+        ) from error
 
 
 class ShardReader:
@@ -75,8 +96,7 @@ class ShardReader:
         for _ in range(2):
             for sealed in (True, False):
                 try:
-                    path = shard_path(folder, number, sealed=sealed)
-                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    fd = _opened(shard_path(folder, number, sealed=sealed))
                 except FileNotFoundError:
                     continue
                 # Samples are read whole and in any order: what the kernel reads ahead is not used.

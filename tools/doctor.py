@@ -15,9 +15,9 @@ import click
 import psutil
 
 from draftmill.builder.extraction.intake import Layers
-from draftmill.builder.requests.open_files import allow_many
 from draftmill.manifests import files
 from draftmill.manifests.dataset import Dataset
+from draftmill.manifests.open_files import allow_many
 from draftmill.manifests.sizes import format_size
 from draftmill.tools import canary
 from draftmill.tools.doctor_servers import Expected, Stage, server

@@ -15,10 +15,10 @@ from draftmill.builder.budget import Budget
 from draftmill.builder.extraction.stage import Layers, extract
 from draftmill.builder.generation.stage import generate
 from draftmill.builder.progress import StageReport
-from draftmill.builder.requests.open_files import allow_many
 from draftmill.builder.serving.launcher import Server
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import UsageError
+from draftmill.manifests.open_files import allow_many
 from draftmill.manifests.target import find_folder
 from draftmill.manifests.writer import DatasetWriter
 from draftmill.tools.account import budget_account

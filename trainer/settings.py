@@ -103,7 +103,6 @@ class TrainSettings:
             "checkpoint_every": 0,
             "keep_checkpoints": 1,
             "log_every": 1,
-            "decode_workers": 0,
             "prefetch_mb": 1,
         }
         for key, least in at_least.items():
@@ -120,6 +119,8 @@ class TrainSettings:
             "clip_norm": (0, math.inf),
             "ttt_decay": (0, 1),
             "validation": (0, 0.5),
+            # Each may be a process: a slip of a digit must not take the machine down.
+            "decode_workers": (0, 256),
         }
         for key, (low, high) in between.items():
             if not low <= getattr(self, key) <= high:

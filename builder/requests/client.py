@@ -19,7 +19,6 @@ import aiohttp
 import httpx2
 import openai
 
-from draftmill.builder.requests import open_files
 from draftmill.builder.requests.api_key import api_key
 from draftmill.builder.requests.failures import (
     ConnectionCutError,
@@ -48,6 +47,7 @@ from draftmill.manifests.errors import (
     TransientError,
     UnreachableError,
 )
+from draftmill.manifests.open_files import USED_UP
 from draftmill.manifests.types import Completion, TokenIds
 
 T = TypeVar("T")
@@ -304,7 +304,7 @@ class TargetClient:
             return status_error(self.url, error.status_code, _server_words(error), again_s)
         cause: BaseException | None = error
         while cause is not None:
-            if isinstance(cause, OSError) and cause.errno in open_files.USED_UP:
+            if isinstance(cause, OSError) and cause.errno in USED_UP:
                 # no fault of the server's: fewer requests at once is what helps
                 return OverloadedError(f"{words(cause)}: ulimit -n, or lower max_concurrency")
             if isinstance(cause, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):

@@ -53,7 +53,7 @@ asyncio.run(body(Path(sys.argv[1])))
 
 def test_the_limit_is_raised_to_what_is_granted() -> None:
     code = (
-        "import resource; from draftmill.builder.requests.open_files import allow_many\n"
+        "import resource; from draftmill.manifests.open_files import allow_many\n"
         "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128)); print(allow_many(), allow_many())\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))"

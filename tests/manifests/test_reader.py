@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +126,39 @@ def test_a_buffer_of_another_shape_is_refused(tmp_path: Path) -> None:
     location = stored(tmp_path, draft_of(states_of(200), "em-zfast", 100))
     with pytest.raises(ValueError, match="out has shape"):
         ShardReader(tmp_path).states(location, out=np.empty((100, 2, 70), np.uint16))
+
+
+FEW_FILES = """
+import resource, sys
+from pathlib import Path
+from draftmill.manifests.errors import DraftmillError
+from draftmill.manifests.reader import ShardReader
+from draftmill.manifests.types import Location
+
+folder, offset, length, spare, more = Path(sys.argv[1]), *map(int, sys.argv[2:])
+used = len(list(Path("/proc/self/fd").iterdir())) - 1  # the listing's own
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, used + spare + more))
+reader = ShardReader(folder)
+try:
+    for number in range(6):
+        print(reader.states(Location(number, offset, length)).shape)
+except DraftmillError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("more", "read"), [(30, 6), (0, 3)])
+def test_more_shards_than_files_may_be_open(tmp_path: Path, more: int, read: int) -> None:
+    """What is granted without asking is taken; beyond that, it says what to do."""
+    found = [stored(tmp_path, draft_of(states_of(3), "raw", 512)) for _ in range(6)]
+    assert [(each.shard, each.offset) for each in found] == [(n, found[0].offset) for n in range(6)]
+    arguments = (tmp_path, found[0].offset, found[0].length, 3, more)
+    done = subprocess.run(
+        [sys.executable, "-c", FEW_FILES, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    assert lines.count("(3, 2, 70)") == read
+    assert (lines[-1].count("ulimit -n") == 1) == (read < 6)
