@@ -121,15 +121,15 @@ def decode_planes(
 ) -> list[Plane]:
     """Decode one payload into its planes and stop there; `merge_planes`, or a GPU, does the rest.
 
-    `out` has one contiguous uint8 array for each of `plane_specs(codec, (T, L, H))`, in its shape.
+    `out` has one uint8 array for each of `plane_specs(codec, (T, L, H))`, in its shape and
+    contiguous in each layer.
     Returns the planes. Without `copy`, a plane that no layer has coded is not copied to `out` but
     returned as it lies in the payload; with it, `out` is returned. Raises DamagedError as
-    `decode_block` does; `raw` has no planes and raises ValueError, as does memory that is not
-    contiguous.
+    `decode_block` does; `raw` has no planes and raises ValueError, as does other memory.
     """
     block_codec(codec)
-    if not all(plane.flags.c_contiguous for plane in out):
-        raise ValueError("planes must be contiguous")
+    if not all(of_layer.flags.c_contiguous for plane in out for of_layer in plane):
+        raise ValueError("the planes of a layer must be contiguous")
     num_layers = len(out[0])
     streams = Streams(payload, len(out), num_layers)
     planes = []
