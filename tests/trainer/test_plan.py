@@ -175,7 +175,7 @@ def rows_of_million(plan):
 
 
 def test_nothing_to_train_on_says_why() -> None:
-    with pytest.raises(DatasetError, match="0 samples with hidden states"):
+    with pytest.raises(DatasetError, match="no sample has hidden states yet"):
         make_plan(table([]), SETTINGS)
     with pytest.raises(DatasetError, match="of which 3 supervise nothing within 64 tokens"):
         make_plan(table([("a", 70, 90)] * 3), SETTINGS)

@@ -177,5 +177,5 @@ def test_a_dataset_without_hidden_states_says_what_to_do(
     dataset = Dataset.create(tmp_path / "d", "")
     with dataset.writer():
         pass
-    with pytest.raises(DatasetError, match="draftmill build"):
+    with pytest.raises(DatasetError, match="draftmill extract"):
         make_vocab(dataset.path, 64, target=target)
