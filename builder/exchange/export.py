@@ -50,7 +50,7 @@ def export(
     """Write every extracted sample into `output`; files that are whole already are kept.
 
     Raises BudgetError before anything is written when the volume has no room, DatasetError when
-    the folder holds other samples.
+    the folder holds other samples, or states in the other form.
     """
     with ExitStack() as stack:
         reader = stack.enter_context(dataset.reader())
@@ -62,6 +62,7 @@ def export(
             )
         stack.enter_context(_locked(output))
         order = _order(output, samples)
+        _check_form(output, len(order), fp8=fp8)
         left = [
             row
             for row, each in enumerate(order)
@@ -112,6 +113,17 @@ def _order(output: Path, samples: dict[str, dict[str, Any]]) -> list[str]:
             )
     known = dict.fromkeys(str(note["hash"]) for note in there)
     return [*known, *(each for each in samples if each not in known)]
+
+
+def _check_form(output: Path, num_rows: int, *, fp8: bool) -> None:
+    """States of the other form are somebody's work: they are not replaced unasked."""
+    for row in range(num_rows):
+        if form.digest_of(form.states_file(output, row), fp8=not fp8) is not None:
+            there, wanted = ("bf16", "fp8") if fp8 else ("fp8", "bf16")
+            raise DatasetError(
+                f"{output} holds states as {there}, this export would write {wanted}. Name a new "
+                f"folder, or export {'without' if fp8 else 'with'} --fp8."
+            )
 
 
 def _arithmetic(

@@ -162,6 +162,19 @@ def test_two_exports_into_one_folder_do_not_meet(dataset: Dataset, tmp_path: Pat
     assert content(back) == content(dataset)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_an_export_in_the_other_form_replaces_nothing(
+    dataset: Dataset, tmp_path: Path, fp8: bool
+) -> None:
+    out = tmp_path / "out"
+    export_all(dataset, out, fp8=fp8)
+    before = {path.name: path.read_bytes() for path in (out / form.STATES).iterdir()}
+    with pytest.raises(DatasetError, match="holds states as " + ("fp8" if fp8 else "bf16")):
+        export_all(dataset, out, fp8=not fp8)
+    assert before == {path.name: path.read_bytes() for path in (out / form.STATES).iterdir()}
+    assert export_all(dataset, out, fp8=fp8).written == 0
+
+
 def test_nothing_extracted_is_nothing_to_export(tmp_path: Path) -> None:
     empty = Dataset.create(tmp_path / "d", "")
     with empty.writer():
