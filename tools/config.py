@@ -79,9 +79,7 @@ def _section(title: str, keys: dict[str, Any]) -> Table:
 
 
 def _table(title: str) -> Table:
-    table = Table(
-        title=title, title_justify="left", box=None, show_header=False, pad_edge=False
-    )  # fmt: skip
+    table = Table(title=title, title_justify="left", box=None, show_header=False, pad_edge=False)
     for column in ("key", "value", "from"):
         table.add_column(column, overflow="fold")
     return table

@@ -16,7 +16,9 @@ from draftmill.manifests import maintenance
 from draftmill.manifests.dataset import Dataset, DatasetReader
 from draftmill.manifests.record import Record
 from draftmill.manifests.shard import data_start, is_open, list_shards, scan
+from draftmill.manifests.types import StatesTLH
 from draftmill.manifests.verify import Fault, verify
+from draftmill.manifests.writer import DatasetWriter
 from tests.manifests import workload
 
 
@@ -102,21 +104,32 @@ def test_every_flipped_bit_is_found_and_names_its_sample(
         assert {fault.sample for fault in faults} <= {region.sample, None}
 
 
+def _store_three(
+    writer: DatasetWriter, change: Callable[[int, StatesTLH], None] = lambda sample_id, states: None
+) -> None:
+    """Three extracted samples; `change` may spoil their states before they are stored."""
+    writer.add_prompts(workload.prompts(3))
+    writer.commit([workload.generate_result(row) for row in writer.pending(0, 3)])
+    results = []
+    for sample in writer.generated(0, 3):
+        states = workload.states_of(sample.id, len(sample.completion.token_ids))
+        change(sample.id, states)
+        results.append(workload.extract_result(sample, states))
+    writer.commit(results)
+
+
 @pytest.mark.parametrize("pattern", [0x7FC0, 0x7F80, 0xFF80, 0xFFFF])
 def test_deep_finds_what_no_checksum_shows(tmp_path: Path, pattern: int) -> None:
     """A state that is not finite, stored with its right checksum."""
+
+    def spoil(sample_id: int, states: StatesTLH) -> None:
+        states &= np.uint16(0xBFFF)
+        if sample_id == 2:
+            states[5, 1, 7] = pattern
+
     dataset = Dataset.create(tmp_path / "d", "")
     with dataset.writer() as writer:
-        writer.add_prompts(workload.prompts(3))
-        writer.commit([workload.generate_result(row) for row in writer.pending(0, 3)])
-        results = []
-        for sample in writer.generated(0, 3):
-            states = workload.states_of(sample.id, len(sample.completion.token_ids))
-            states &= np.uint16(0xBFFF)
-            if sample.id == 2:
-                states[5, 1, 7] = pattern
-            results.append(workload.extract_result(sample, states))
-        writer.commit(results)
+        _store_three(writer, spoil)
         assert verify(dataset.path, writer.manifest).ok
         report = verify(dataset.path, writer.manifest, deep=True)
     assert [(each.sample, each.reason) for each in report.damaged] == [
@@ -128,13 +141,7 @@ def _damage_and_repair(tmp_path: Path, spoil: Callable[[Path], None], *, sealed:
     """What is left to report after one repair of a dataset with one spoiled shard of states."""
     dataset = Dataset.create(tmp_path / "d", "")
     with dataset.writer() as writer:
-        writer.add_prompts(workload.prompts(3))
-        writer.commit([workload.generate_result(row) for row in writer.pending(0, 3)])
-        results = []
-        for sample in writer.generated(0, 3):
-            states = workload.states_of(sample.id, len(sample.completion.token_ids))
-            results.append(workload.extract_result(sample, states))
-        writer.commit(results)
+        _store_three(writer)
         if sealed:
             writer.seal("hidden_states")
         (path,) = list_shards(dataset.path / "hidden_states").values()

@@ -44,8 +44,7 @@ class LoaderBench:
     """What to measure: `rounds` readings of all samples in each way; the median counts.
 
     `threads` is what each way may use: decode threads here (processes beside a GPU), worker
-    processes there (or none, where
-    that is faster). `steps` are those of a training on a device.
+    processes there (or none, where that is faster). `steps` are those of a training on a device.
     """
 
     bench: Bench
