@@ -118,7 +118,9 @@ class Controller:
         if reading.in_flight > self.limit:
             return None  # the last step down is still draining
         self._hold = self._next_hold
-        limit = max(1, int(min(self.limit, max(reading.in_flight, 1)) * 0.8))
+        # what was refused is not in flight any more, and of what is only tokenised nothing ever is
+        busy = max(reading.in_flight, reading.overloads, 1)
+        limit = max(1, int(min(self.limit, busy) * 0.8))
         return self._to(limit, reason)
 
     def _queueing(self, before: ServerLoad, load: ServerLoad) -> Decision | None:

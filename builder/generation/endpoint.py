@@ -100,7 +100,6 @@ class Endpoint:
         self.progress_s = active.seconds  # when something last showed that the server works
         self.taken = 0  # requests, and tokens they may take, that `pool` sent or will send
         self.taken_tokens = 0
-        self.tokenizing = 0  # requests of `taken` for which nothing is generated
         self._tokenizers = asyncio.Semaphore(TOKENIZERS)
         self.max_in_flight_tokens: int | None = None
         self.flights: set[Flight] = set()
@@ -197,15 +196,12 @@ class Endpoint:
 
         Short calls with a time limit of their own: deadlines and the watchdog do not see them.
         """
-        self.tokenizing += 1
         try:
             async with self._tokenizers:
                 completion = await given_completion(conversation, self.client, after)
         except TransientError as error:
             await self._failed(error)
             raise
-        finally:
-            self.tokenizing -= 1
         self._outcomes.append(True)
         return completion
 

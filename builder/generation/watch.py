@@ -74,7 +74,7 @@ class Watch:
             endpoint.pace.tokens_per_s = tokens_per_s
         decision = endpoint.controller.read(
             Reading(
-                in_flight=endpoint.taken - endpoint.tokenizing,
+                in_flight=len(endpoint.flights),  # not what is only tokenised, or about to be
                 tokens_per_s=tokens_per_s,
                 completions=since.completions,
                 overloads=since.overloads,

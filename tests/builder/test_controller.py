@@ -121,6 +121,15 @@ def test_many_429_yield_and_a_stray_one_does_not() -> None:
     assert "429" in decision.reason
 
 
+def test_what_is_refused_at_once_yields_by_what_was_refused() -> None:
+    controller = Controller(maximum=1024)
+    controller.limit = 64
+    refused = Reading(in_flight=0, tokens_per_s=0, completions=0, overloads=40, load=None)
+    decision = controller.read(refused)
+    assert decision is not None
+    assert decision.limit == 32
+
+
 def test_a_limit_that_is_not_reached_is_not_raised() -> None:
     controller = Controller(maximum=1024)
     for _ in range(50):
