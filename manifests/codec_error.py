@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.manifests.numbers import (
+from draftmill.manifests.codec.numbers import (
     E4M3_MAX,
     Floats,
     from_e4m3,
@@ -23,8 +23,8 @@ from draftmill.manifests.numbers import (
     to_floats,
     to_words,
 )
-from draftmill.manifests.output_head import OutputHead
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.output_head import OutputHead
+from draftmill.manifests.target.target import TargetModel
 
 Words = NDArray[np.uint16]
 

@@ -19,9 +19,9 @@ from draftmill.manifests.errors import DatasetError, LockedError
 from draftmill.manifests.layout import Layout
 from draftmill.manifests.manifest import Manifest, ManifestDamaged
 from draftmill.manifests.published import published
-from draftmill.manifests.reader import ShardReader
 from draftmill.manifests.recovery import recover
-from draftmill.manifests.shard import list_shards
+from draftmill.manifests.shards.reader import ShardReader
+from draftmill.manifests.shards.shard import list_shards
 from draftmill.manifests.snapshot import load_snapshot
 from draftmill.manifests.summary import summarize
 from draftmill.manifests.writer import DatasetWriter

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftmill.manifests import record
 from draftmill.manifests.errors import SettingsMismatch
 from draftmill.manifests.manifest import Manifest
+from draftmill.manifests.shards import record
 
 
 def stored(manifest: Manifest, stage: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from draftmill.manifests import files
 from draftmill.manifests.errors import DamagedError
 from draftmill.manifests.manifest import Manifest
-from draftmill.manifests.shard import KINDS, is_open, list_shards, seal, shard_path
+from draftmill.manifests.shards.shard import KINDS, is_open, list_shards, seal, shard_path
 from draftmill.manifests.types import Stage
 from draftmill.manifests.verify import VerifyReport
 from draftmill.manifests.writer import DatasetWriter

@@ -14,8 +14,8 @@ import pyarrow as pa
 from draftmill.manifests import files, queries, schema
 from draftmill.manifests.errors import DamagedError, DatasetError
 from draftmill.manifests.manifest import Manifest, QueryError
-from draftmill.manifests.record import Record
-from draftmill.manifests.shard import (
+from draftmill.manifests.shards.record import Record
+from draftmill.manifests.shards.shard import (
     KINDS,
     STAGE_OF_KIND,
     Damage,

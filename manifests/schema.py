@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from draftmill.manifests.record_fields import storable
+from draftmill.manifests.shards.record_fields import storable
 from draftmill.manifests.types import STATES, Attempt
 
 SCHEMA_VERSION = "1"

@@ -18,9 +18,9 @@ import numpy as np
 from draftmill.manifests import files, prompts
 from draftmill.manifests.errors import DamagedError
 from draftmill.manifests.manifest import Manifest
-from draftmill.manifests.reader import ShardReader
-from draftmill.manifests.record import Record
-from draftmill.manifests.shard import (
+from draftmill.manifests.shards.reader import ShardReader
+from draftmill.manifests.shards.record import Record
+from draftmill.manifests.shards.shard import (
     KINDS,
     STAGE_OF_KIND,
     Damage,

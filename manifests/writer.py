@@ -19,14 +19,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftmill.manifests import files, fingerprints, queries, record, schema
+from draftmill.manifests import files, fingerprints, queries, schema
 from draftmill.manifests.codec_error import ErrorSums
 from draftmill.manifests.errors import BudgetError, DatasetError
 from draftmill.manifests.layout import Layout
 from draftmill.manifests.manifest import Manifest
-from draftmill.manifests.reader import ShardReader
 from draftmill.manifests.recovery import RecoveryReport, payload_rows
-from draftmill.manifests.shard import (
+from draftmill.manifests.shards import record
+from draftmill.manifests.shards.reader import ShardReader
+from draftmill.manifests.shards.shard import (
     KIND_OF_STAGE,
     KINDS,
     STAGE_OF_KIND,

@@ -29,12 +29,13 @@ import numpy as np
 
 from draftmill.builder.extraction.staging import Staging
 from draftmill.builder.requests.failures import GarbledReplyError
-from draftmill.manifests import codec, record
+from draftmill.manifests.codec import codec
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DamagedError, DraftmillError
-from draftmill.manifests.reader import ShardReader
-from draftmill.manifests.record import Record
-from draftmill.manifests.shard import Damage, list_shards, scan, seal
+from draftmill.manifests.shards import record
+from draftmill.manifests.shards.reader import ShardReader
+from draftmill.manifests.shards.record import Record
+from draftmill.manifests.shards.shard import Damage, list_shards, scan, seal
 from draftmill.manifests.types import Location
 from draftmill.manifests.verify import verify
 from tests.fakes import toy_model as toy

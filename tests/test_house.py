@@ -23,10 +23,10 @@ DOORS: dict[str, str | tuple[str, ...]] = {
     "matplotlib": ("tools/report/plots.py", "trainer/plots.py"),
     "openai": CLIENTS,
     "hs_connectors": "trainer/speculators_store.py",
-    "speculators": ("trainer/draft_model*.py", "trainer/speculators_store.py"),
+    "speculators": ("trainer/drafts/model.py", "trainer/speculators_store.py"),
     "tenacity": "builder/requests/retry_policy.py",
     "vllm": "builder/serving/connector.py",
-    "zstandard": "manifests/frames.py",
+    "zstandard": "manifests/codec/frames.py",
 }
 # It runs inside the server's environment, where draftmill is not installed.
 CONNECTOR = Path("builder/serving/connector.py")

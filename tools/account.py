@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from draftmill.manifests.sizes import format_size
-from draftmill.tools.costs import STORED_SHARE
+from draftmill.tools.estimate.costs import STORED_SHARE
 
 SMALLER = ("bitround-4", "rot4")
 

@@ -20,19 +20,19 @@ from draftmill.tools.terminal import echo, tell_warnings
 
 # command → module of tools that defines it, in the order of the work
 COMMANDS = {
-    "demo": "demo",
+    "demo": "demo.command",
     "init": "init",
     "config": "config",
     "add": "add",
-    "estimate": "estimate",
+    "estimate": "estimate.command",
     "serve": "serve",
     "generate": "stages",
     "extract": "stages",
     "build": "stages",
     "retry": "maintain",
-    "status": "status",
+    "status": "status.command",
     "report": "report.command",
-    "sql": "status",
+    "sql": "status.command",
     "verify": "maintain",
     "evict": "maintain",
     "vocab": "train",
@@ -42,7 +42,7 @@ COMMANDS = {
     "eval": "evaluate",
     "export": "exchange",
     "import": "exchange",
-    "doctor": "doctor",
+    "doctor": "doctor.command",
     "bench": "bench.command",
 }
 

@@ -7,7 +7,7 @@ from typing import get_args
 
 import click
 
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.tools.render import say
 from draftmill.tools.terminal import echo
 from draftmill.trainer.settings import DraftForm

@@ -15,7 +15,7 @@ from draftmill.builder.serving.command import ServeSettings
 from draftmill.manifests import config
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import ConfigError, UsageError
-from draftmill.manifests.target import TargetModel, default_target_layer_ids
+from draftmill.manifests.target.target import TargetModel, default_target_layer_ids
 from draftmill.tools.settings import LISTS, DatasetSettings, TargetSettings, budget_of
 from draftmill.tools.terminal import echo
 from draftmill.trainer.settings import TrainSettings

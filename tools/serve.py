@@ -14,7 +14,7 @@ from draftmill.builder.serving.command import CONNECTOR_MODULE, printable_comman
 from draftmill.builder.serving.launcher import Server, ServerSpec
 from draftmill.builder.stop import StopSignals
 from draftmill.manifests.errors import ServerError, UsageError
-from draftmill.manifests.target import TargetModel, default_target_layer_ids
+from draftmill.manifests.target.target import TargetModel, default_target_layer_ids
 from draftmill.tools.init import layer_list
 from draftmill.tools.render import say
 from draftmill.tools.terminal import echo

@@ -17,7 +17,7 @@ from draftmill.manifests.config import setting
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import ConfigError, UsageError
 from draftmill.manifests.sizes import parse_size
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.trainer.settings import TrainSettings
 
 

@@ -19,7 +19,7 @@ from draftmill.builder.serving.launcher import Server
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import UsageError
 from draftmill.manifests.open_files import allow_many
-from draftmill.manifests.target import find_folder
+from draftmill.manifests.target.target import find_folder
 from draftmill.manifests.writer import DatasetWriter
 from draftmill.tools.account import budget_account
 from draftmill.tools.render import Display, say, stage_line

@@ -13,7 +13,7 @@ import click
 from draftmill.builder.progress import Progress
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import ConfigError, UsageError
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.tools.render import Display, duration, say
 from draftmill.tools.settings import Settings, load
 from draftmill.tools.terminal import echo
@@ -56,7 +56,7 @@ def vocab_command(dataset: str, draft_vocab_size: int | None, target: str | None
 
 def make_vocab(path: Path, settings: Settings, target: str | None = None) -> None:
     """Make the mapping of the configured size and say what it covers."""
-    from draftmill.trainer import vocab  # torch loads only for commands that need it
+    from draftmill.trainer.drafts import vocab  # torch loads only for commands that need it
 
     found = vocab.make_vocab(
         path, settings.train.draft_vocab_size, target=target_facts(settings, target)

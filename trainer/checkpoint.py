@@ -20,8 +20,8 @@ import torch
 
 from draftmill.manifests import files
 from draftmill.manifests.errors import DamagedError, DatasetError
-from draftmill.manifests.target import find_folder
-from draftmill.trainer.data import Cursor
+from draftmill.manifests.target.target import find_folder
+from draftmill.trainer.loading.data import Cursor
 
 _NAME = re.compile(r"step-(\d{6,})")
 _STATE = "training/state.json"

@@ -1,6 +1,7 @@
 """Writes a draft in the other form, whole or not at all.
 
-What the forms are is `draft_forms`; that every weight is accounted for is checked in `draft_model`.
+What the forms are is `drafts.forms`; that every weight is accounted for is checked in
+`drafts.model`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import torch
 
 from draftmill.manifests import files
 from draftmill.manifests.errors import DatasetError
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.trainer.checkpoint import resolve_draft
-from draftmill.trainer.draft_forms import flat_limits, read_draft, write_draft
-from draftmill.trainer.draft_model import EMBEDDINGS, speculators_files
-from draftmill.trainer.draft_vocab import as_tensor
+from draftmill.trainer.drafts.forms import flat_limits, read_draft, write_draft
+from draftmill.trainer.drafts.model import EMBEDDINGS, speculators_files
+from draftmill.trainer.drafts.vocab_tables import as_tensor
 from draftmill.trainer.finetune import short_context
 from draftmill.trainer.settings import DraftForm
 

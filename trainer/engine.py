@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from draftmill.manifests.errors import DamagedError
 from draftmill.trainer.devices import Group
-from draftmill.trainer.draft_model import DraftModel, Forward, forward, trained_state
+from draftmill.trainer.drafts.model import DraftModel, Forward, forward, trained_state
+from draftmill.trainer.loading.rows import Batch
 from draftmill.trainer.optim import apply_step, make_optimizer
-from draftmill.trainer.rows import Batch
 from draftmill.trainer.settings import TrainSettings
 
 

@@ -1,6 +1,6 @@
 """Going on from somebody's draft: what has to agree before it is trained, and which of it stays.
 
-How drafts lie on disk is `draft_forms`, how rows of a vocabulary move is `draft_vocab`.
+How drafts lie on disk is `drafts.forms`, how rows of a vocabulary move is `drafts.vocab_tables`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from draftmill.manifests.errors import ConfigError
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.trainer.checkpoint import resolve_draft
-from draftmill.trainer.draft_forms import DraftFiles, read_draft
-from draftmill.trainer.draft_model import DraftModel, load_draft
-from draftmill.trainer.draft_vocab import remap_vocab, target_ids_of
+from draftmill.trainer.drafts.forms import DraftFiles, read_draft
+from draftmill.trainer.drafts.model import DraftModel, load_draft
+from draftmill.trainer.drafts.vocab import VocabMapping, keep_vocab, make_vocab
+from draftmill.trainer.drafts.vocab_tables import remap_vocab, target_ids_of
+from draftmill.trainer.drafts.weight_files import digest
 from draftmill.trainer.settings import Finetune, TrainSettings
-from draftmill.trainer.vocab import VocabMapping, keep_vocab, make_vocab
-from draftmill.trainer.weight_files import digest
 
 OnNote = Callable[[str], None]
 

@@ -21,27 +21,28 @@ from torch import Tensor
 
 from draftmill.manifests import files
 from draftmill.manifests.errors import DraftmillError
-from draftmill.trainer import checkpoint, data
+from draftmill.trainer import checkpoint
 from draftmill.trainer.checkpoint import Position
-from draftmill.trainer.data import Cursor, Row
 from draftmill.trainer.devices import Group
-from draftmill.trainer.draft_forms import CONFIG_FILE
-from draftmill.trainer.draft_model import (
+from draftmill.trainer.drafts.forms import CONFIG_FILE
+from draftmill.trainer.drafts.model import (
     DraftModel,
     Forward,
     save_draft,
 )
+from draftmill.trainer.drafts.weight_files import WEIGHTS_FILE
 from draftmill.trainer.engine import Engine
-from draftmill.trainer.groups import StatesShape
-from draftmill.trainer.loader import RowLoader
+from draftmill.trainer.loading import data
+from draftmill.trainer.loading.data import Cursor, Row
+from draftmill.trainer.loading.groups import StatesShape
+from draftmill.trainer.loading.loader import RowLoader
+from draftmill.trainer.loading.plan import Plan
+from draftmill.trainer.loading.reading import SampleReader
+from draftmill.trainer.loading.rows import Batch
 from draftmill.trainer.optim import lr_at
-from draftmill.trainer.plan import Plan
-from draftmill.trainer.reading import SampleReader
-from draftmill.trainer.rows import Batch
 from draftmill.trainer.runlog import RunLog
 from draftmill.trainer.settings import TrainSettings
 from draftmill.trainer.validate import Averages, shares, validate
-from draftmill.trainer.weight_files import WEIGHTS_FILE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

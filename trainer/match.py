@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from draftmill.manifests.dataset import DatasetReader
 from draftmill.manifests.errors import DatasetError
-from draftmill.manifests.target import TargetModel, extraction_layer_ids
+from draftmill.manifests.target.target import TargetModel, extraction_layer_ids
 from draftmill.manifests.types import Location
 
 _COMPLETIONS_DECODED = 8

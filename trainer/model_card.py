@@ -18,10 +18,10 @@ import numpy as np
 
 from draftmill.manifests import files
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.target import TargetModel
-from draftmill.trainer.plan import Plan
+from draftmill.manifests.target.target import TargetModel
+from draftmill.trainer.drafts.vocab import VocabMapping
+from draftmill.trainer.loading.plan import Plan
 from draftmill.trainer.settings import TrainSettings
-from draftmill.trainer.vocab import VocabMapping
 
 CARD_FILE = "README.md"
 TRAINING_PLOT = "training.png"

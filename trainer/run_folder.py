@@ -10,7 +10,7 @@ from typing import Any
 
 from draftmill.manifests import files, lock
 from draftmill.manifests.errors import DamagedError, DatasetError, SettingsMismatch
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.trainer.settings import TrainSettings
 
 _VERSION = 1

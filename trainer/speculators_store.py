@@ -25,13 +25,13 @@ from torch import Tensor
 from draftmill.manifests import files
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DatasetError, UsageError
-from draftmill.manifests.reader import ShardReader
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.shards.reader import ShardReader
+from draftmill.manifests.target.target import TargetModel
 from draftmill.manifests.types import Location
-from draftmill.trainer.data import Samples
-from draftmill.trainer.plan import Plan, load_plan, make_plan, save_plan
+from draftmill.trainer.drafts.vocab import make_vocab
+from draftmill.trainer.loading.data import Samples
+from draftmill.trainer.loading.plan import Plan, load_plan, make_plan, save_plan
 from draftmill.trainer.settings import TrainSettings
-from draftmill.trainer.vocab import make_vocab
 
 BACKEND = "draftmill"
 _PLACES = "places.npy"

@@ -18,25 +18,25 @@ import torch
 from draftmill.manifests import files
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DamagedError
-from draftmill.manifests.reader import ShardReader
-from draftmill.manifests.target import TargetModel, check_target_layer_ids
+from draftmill.manifests.shards.reader import ShardReader
+from draftmill.manifests.target.target import TargetModel, check_target_layer_ids
 from draftmill.trainer import checkpoint
 from draftmill.trainer.checkpoint import Position
 from draftmill.trainer.devices import joined
-from draftmill.trainer.draft_model import create_draft, save_draft
+from draftmill.trainer.drafts.model import create_draft, save_draft
+from draftmill.trainer.drafts.vocab import VocabMapping, load_mapping, make_vocab, save_mapping
 from draftmill.trainer.finetune import OnNote, Start, open_checkpoint
-from draftmill.trainer.groups import StatesShape
 from draftmill.trainer.interrupt import interruptible
+from draftmill.trainer.loading.groups import StatesShape
+from draftmill.trainer.loading.plan import Plan, load_plan, make_plan, next_epoch, save_plan
+from draftmill.trainer.loading.plan import grow as grow_plan
 from draftmill.trainer.loop import Loop, OnTrainProgress
 from draftmill.trainer.match import check_dataset
 from draftmill.trainer.model_card import CARD_FILE, TRAINING_PLOT, describe_data, model_card
-from draftmill.trainer.plan import Plan, load_plan, make_plan, next_epoch, save_plan
-from draftmill.trainer.plan import grow as grow_plan
 from draftmill.trainer.plots import plot_training
 from draftmill.trainer.run_folder import bind_run, locked_run
 from draftmill.trainer.runlog import RunLog, read_log
 from draftmill.trainer.settings import Finetune, TrainSettings
-from draftmill.trainer.vocab import VocabMapping, load_mapping, make_vocab, save_mapping
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

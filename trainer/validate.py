@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftmill.trainer.acceptance import Acceptance, walk
-from draftmill.trainer.data import Row
 from draftmill.trainer.devices import Group
-from draftmill.trainer.draft_model import Forward
-from draftmill.trainer.rows import Batch
+from draftmill.trainer.drafts.model import Forward
+from draftmill.trainer.loading.data import Row
+from draftmill.trainer.loading.rows import Batch
 
 
 class Averages:

@@ -22,8 +22,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from draftmill.manifests import files
+from draftmill.manifests.codec.numbers import E4M3_MAX, from_e4m3, to_e4m3, to_floats, to_words
 from draftmill.manifests.errors import DamagedError, RejectedError, SourceFileError
-from draftmill.manifests.numbers import E4M3_MAX, from_e4m3, to_e4m3, to_floats, to_words
 from draftmill.manifests.types import StatesTLH
 
 ARROW = "data-00000-of-00001.arrow"

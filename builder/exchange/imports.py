@@ -18,7 +18,7 @@ import numpy as np
 from draftmill.builder.exchange import folder as form
 from draftmill.builder.extraction.intake import Layers
 from draftmill.builder.extraction.validate import check_shape, check_states, check_token_ids
-from draftmill.manifests.codec import encode_states
+from draftmill.manifests.codec.codec import encode_states
 from draftmill.manifests.errors import BudgetError, DamagedError, RejectedError, SourceFileError
 from draftmill.manifests.headroom import default_headroom
 from draftmill.manifests.sizes import format_size

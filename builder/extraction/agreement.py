@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.builder.extraction.probe import Probe, Said
-from draftmill.manifests.numbers import to_floats
-from draftmill.manifests.output_head import OutputHead
+from draftmill.manifests.codec.numbers import to_floats
+from draftmill.manifests.target.output_head import OutputHead
 
 Floats = NDArray[np.float32]
 

@@ -24,8 +24,8 @@ from draftmill.builder.extraction.probe import Probe
 from draftmill.builder.extraction.reference import NoReferenceError, residual_streams
 from draftmill.builder.extraction.settings import ExtractSettings
 from draftmill.manifests.errors import ConfigError, WrongStatesError
-from draftmill.manifests.output_head import OutputHead
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.output_head import OutputHead
+from draftmill.manifests.target.target import TargetModel
 
 ENABLE = "give the folder of its config and weights with --weights DIR (or target.path)"
 

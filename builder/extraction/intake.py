@@ -14,11 +14,11 @@ import numpy as np
 from draftmill.builder.extraction.precision import Precision
 from draftmill.builder.extraction.staging import StagedFile, Staging
 from draftmill.builder.extraction.validate import StatesCheck, check_shape, check_token_ids
-from draftmill.manifests.block_codec import Plane
-from draftmill.manifests.codec import encode_states
-from draftmill.manifests.codec_names import BLOCK_TOKENS, worst_case_bytes
+from draftmill.manifests.codec.block import Plane
+from draftmill.manifests.codec.codec import encode_states
+from draftmill.manifests.codec.names import BLOCK_TOKENS, worst_case_bytes
+from draftmill.manifests.codec.scratch import scratch
 from draftmill.manifests.errors import RejectedError, TransientError
-from draftmill.manifests.scratch import scratch
 from draftmill.manifests.types import StatesPayload, StatesTLH, TokenIds
 
 _PART_BYTES = 16 << 20

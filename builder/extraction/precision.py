@@ -16,10 +16,10 @@ import numpy as np
 from draftmill.builder.budget import Budget
 from draftmill.builder.progress import Progress
 from draftmill.builder.publish import Publisher, PublishingWriter
-from draftmill.manifests.codec import decode_block, is_lossless
+from draftmill.manifests.codec.codec import decode_block, is_lossless
 from draftmill.manifests.codec_error import ErrorSums, error_sums
 from draftmill.manifests.errors import ConfigError
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.manifests.types import Result, StatesTLH
 
 EVERY_SAMPLES = 256

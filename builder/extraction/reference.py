@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.manifests.sizes import format_size
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.manifests.types import TokenIds
 
 Floats = NDArray[np.float32]

@@ -26,7 +26,7 @@ from draftmill.builder.requests.failures import (
 )
 from draftmill.builder.requests.retry_policy import RetryBudget, RetryPolicy, retried
 from draftmill.builder.requests.tries import Tries
-from draftmill.manifests.codec_names import BLOCK_TOKENS, worst_case_bytes
+from draftmill.manifests.codec.names import BLOCK_TOKENS, worst_case_bytes
 from draftmill.manifests.errors import (
     PermanentError,
     RejectedError,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftmill.manifests.codec_names import parse_codec
+from draftmill.manifests.codec.names import parse_codec
 from draftmill.manifests.config import setting
 from draftmill.manifests.errors import ConfigError
 from draftmill.manifests.sizes import parse_size

@@ -33,7 +33,7 @@ from draftmill.builder.stop import StopSignals, stoppable
 from draftmill.manifests.codec_error import ErrorSums
 from draftmill.manifests.errors import BudgetError, ServerError
 from draftmill.manifests.layout import Layout
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.manifests.types import GeneratedSample, Outcome, Result, State
 
 __all__ = ["ExtractSettings", "ExtractWriter", "Layers", "extract"]

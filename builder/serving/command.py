@@ -20,7 +20,7 @@ from typing import Literal
 
 from draftmill.manifests.config import setting
 from draftmill.manifests.errors import ConfigError, ServerError
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 
 Kind = Literal["generate", "extract", "eval"]
 KINDS: tuple[Kind, ...] = ("generate", "extract", "eval")

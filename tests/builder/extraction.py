@@ -17,7 +17,7 @@ from draftmill.builder.extraction.stage import ExtractSettings, Layers, extract
 from draftmill.builder.progress import OnProgress, StageReport
 from draftmill.manifests import files
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.manifests.types import Attempt, Completion, Location, Prompt, Result
 from tests.fakes import toy_model as toy
 

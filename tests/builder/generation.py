@@ -15,7 +15,7 @@ from draftmill.builder.generation.settings import GenerateSettings
 from draftmill.builder.generation.stage import generate
 from draftmill.builder.progress import StageReport
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.reader import ShardReader
+from draftmill.manifests.shards.reader import ShardReader
 from draftmill.manifests.types import Completion, Location, Prompt
 from draftmill.manifests.writer import DatasetWriter
 from tests.fakes import toy_model as toy

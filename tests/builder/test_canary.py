@@ -19,7 +19,7 @@ from draftmill.builder.progress import StageReport
 from draftmill.builder.requests.replies import prompt_log_probs
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import ConfigError, WrongStatesError
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from tests.builder.extraction import make_dataset, run
 from tests.fakes.target_server import TargetServer
 from tests.fakes.tiny_target import WRONG_STATES, TinyTarget

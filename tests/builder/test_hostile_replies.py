@@ -21,8 +21,8 @@ from draftmill.builder.requests.failures import retry_after_s
 from draftmill.builder.requests.metrics import parse_metrics
 from draftmill.builder.requests.replies import completion_of_reply, ids_of_tokenizer, json_of
 from draftmill.manifests.errors import RequestError
-from draftmill.manifests.record import draft, pack, parse
 from draftmill.manifests.schema import attempt_rows
+from draftmill.manifests.shards.record import draft, pack, parse
 from draftmill.manifests.types import Attempt, Result
 from tests.builder.generation import check_served, generated, history, messages, states, writer_of
 from tests.fakes.target_server import TargetServer

@@ -12,7 +12,8 @@ import pytest
 
 from draftmill.builder.extraction import precision as precision_module
 from draftmill.builder.extraction.precision import Precision
-from draftmill.manifests import codec
+from draftmill.manifests.codec import codec
+from draftmill.manifests.codec.numbers import to_words
 from draftmill.manifests.codec_error import (
     ErrorSums,
     error_sums,
@@ -20,7 +21,6 @@ from draftmill.manifests.codec_error import (
     relative_error_by_layer,
 )
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.numbers import to_words
 from draftmill.manifests.types import StatesTLH
 from tests.builder.extraction import LAYERS, make_dataset, run
 from tests.fakes.target_server import TargetServer

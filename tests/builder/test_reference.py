@@ -13,7 +13,7 @@ from draftmill.builder.extraction.reference import (
     layers_that_fit,
     residual_streams,
 )
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from tests.tiny_kimi import LAYER_IDS, LAYERS, reference_states, save_tiny_kimi
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from draftmill.builder.extraction.intake import Layers, LengthMismatchError, Roo
 from draftmill.builder.extraction.staging import IncompleteFileError, LockHeldError, Staging
 from draftmill.builder.requests.client import PROBE_ID
 from draftmill.builder.requests.failures import GarbledReplyError
-from draftmill.manifests.codec import CODECS, decode_states, is_lossless
+from draftmill.manifests.codec.codec import CODECS, decode_states, is_lossless
 from draftmill.manifests.errors import ConfigError, RejectedError, TransientError
 from tests.fakes import toy_model as toy
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from draftmill.builder.serving.launcher import Server, ServeSettings
-from draftmill.tools.demo import cache_folder
-from draftmill.tools.embedded import MODEL_NAME, ensure_model
+from draftmill.tools.demo.command import cache_folder
+from draftmill.tools.demo.embedded import MODEL_NAME, ensure_model
 
 HERE = Path(__file__).parent
 LAYER_IDS = (2, 15, 27, 30)

@@ -22,7 +22,7 @@ from draftmill.builder.serving.command import (
     vllm_engine,
 )
 from draftmill.builder.serving.launcher import ServeSettings, free_port
-from draftmill.tools.embedded import MODEL_NAME
+from draftmill.tools.demo.embedded import MODEL_NAME
 from tests.builder.generation import completions, history, states, writer_of
 
 PROMPTS = 48

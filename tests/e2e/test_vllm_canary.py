@@ -20,11 +20,11 @@ from draftmill.builder.extraction.stage import Layers
 from draftmill.builder.extraction.staging import Staging
 from draftmill.builder.requests.client import TargetClient
 from draftmill.builder.serving.launcher import Server
+from draftmill.manifests.codec.numbers import to_floats
 from draftmill.manifests.errors import WrongStatesError
-from draftmill.manifests.numbers import to_floats
-from draftmill.manifests.output_head import OutputHead
-from draftmill.manifests.target import TargetModel
-from draftmill.tools.embedded import MODEL_NAME
+from draftmill.manifests.target.output_head import OutputHead
+from draftmill.manifests.target.target import TargetModel
+from draftmill.tools.demo.embedded import MODEL_NAME
 from tests.builder.extraction import make_dataset, run
 from tests.e2e.conftest import LAYER_IDS
 

@@ -15,7 +15,7 @@ from draftmill.builder.requests.client import TargetClient
 from draftmill.builder.requests.replies import rebuilt_completion
 from draftmill.builder.serving.launcher import Server
 from draftmill.manifests.errors import ServerError
-from draftmill.tools.embedded import MODEL_NAME
+from draftmill.tools.demo.embedded import MODEL_NAME
 
 GREEDY = {"temperature": 0.0}
 QUESTION = json.dumps({"messages": [{"role": "user", "content": "Name the largest ocean."}]})

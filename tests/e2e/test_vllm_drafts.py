@@ -13,13 +13,13 @@ import torch
 
 from draftmill.builder.requests.client import TargetClient
 from draftmill.builder.serving.launcher import Server
-from draftmill.manifests.target import TargetModel, default_target_layer_ids
-from draftmill.tools.embedded import MODEL_NAME
+from draftmill.manifests.target.target import TargetModel, default_target_layer_ids
+from draftmill.tools.demo.embedded import MODEL_NAME
 from draftmill.trainer.acceptance import Acceptance, from_metrics
 from draftmill.trainer.convert import convert_draft
-from draftmill.trainer.draft_model import create_draft, forward, save_draft
+from draftmill.trainer.drafts.model import create_draft, forward, save_draft
+from draftmill.trainer.drafts.vocab import build_mapping
 from draftmill.trainer.settings import TrainSettings
-from draftmill.trainer.vocab import build_mapping
 from tests.e2e.conftest import SETTINGS as SERVE
 from tests.sources import CLONE
 

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from draftmill.builder.serving.launcher import Server
-from draftmill.tools.embedded import MODEL_NAME
+from draftmill.tools.demo.embedded import MODEL_NAME
 from tests.e2e.conftest import LAYER_IDS
 
 NUM_LAYERS = 30

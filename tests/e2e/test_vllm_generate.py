@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from draftmill.builder.serving.launcher import Server
-from draftmill.tools.embedded import MODEL_NAME
+from draftmill.tools.demo.embedded import MODEL_NAME
 
 END_OF_TURN = 2
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]

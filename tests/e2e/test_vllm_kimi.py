@@ -18,9 +18,9 @@ from draftmill.builder.extraction.settings import ExtractSettings
 from draftmill.builder.extraction.stage import extract
 from draftmill.builder.progress import StageReport
 from draftmill.builder.serving.launcher import Server, ServeSettings
+from draftmill.manifests.codec.numbers import to_floats
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.numbers import to_floats
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.manifests.types import Location
 from draftmill.tools.init import create, target_settings
 from tests.tiny_kimi import HIDDEN, LAYER_IDS, LAYERS, reference_states, save_tiny_kimi

@@ -17,7 +17,7 @@ from draftmill.builder.serving.launcher import Server
 from draftmill.builder.sources.conversations import prompts_of
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.types import GIVEN, Location
-from draftmill.tools.embedded import MODEL_NAME
+from draftmill.tools.demo.embedded import MODEL_NAME
 from tests.builder import extraction
 from tests.e2e.conftest import LAYER_IDS
 from tests.e2e.test_vllm_generate import END_OF_TURN

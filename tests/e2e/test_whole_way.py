@@ -17,16 +17,16 @@ import torch
 from safetensors import safe_open
 
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.shard import is_open, list_shards
+from draftmill.manifests.shards.shard import is_open, list_shards
 from draftmill.manifests.types import Location
 from draftmill.manifests.verify import verify
-from draftmill.tools import demo
+from draftmill.tools.demo import command as demo
 
 SIZE = demo.Size(prompts=60, completion_tokens=32, steps=16, eval_untrained=False)
 PROGRAM = f"""
 import sys
 from pathlib import Path
-from draftmill.tools import demo
+from draftmill.tools.demo import command as demo
 size = demo.{SIZE!r}
 print(demo.summary(Path(sys.argv[1]), demo.run_demo(Path(sys.argv[1]), size)))
 """

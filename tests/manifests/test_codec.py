@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from draftmill.manifests import codec
+from draftmill.manifests.codec import codec
+from draftmill.manifests.codec.planes import TILE_ELEMENTS
 from draftmill.manifests.errors import ConfigError
-from draftmill.manifests.planes import TILE_ELEMENTS
 
 LOSSLESS = [name for name in codec.CODECS if codec.is_lossless(name)]
 WITH_PLANES = ("em-zfast", "bitround-0", "bitround-4", "rot4")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from draftmill.manifests import codec
+from draftmill.manifests.codec import codec
 from tests.manifests.test_codec import make_states
 
 Shape = tuple[int, int, int]

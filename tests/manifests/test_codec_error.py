@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from draftmill.manifests import codec_error
-from draftmill.manifests.numbers import to_floats, to_words
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.codec.numbers import to_floats, to_words
+from draftmill.manifests.target.target import TargetModel
 
 
 def normal_words(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.uint16]:

@@ -11,7 +11,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftmill.manifests import codec
+from draftmill.manifests.codec import codec
 from draftmill.manifests.errors import DamagedError
 from tests.manifests.test_codec import make_states
 

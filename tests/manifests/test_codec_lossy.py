@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from draftmill.manifests import codec
+from draftmill.manifests.codec import codec
 from tests.manifests.test_codec import SPECIAL, make_states
 
 KEEPS = range(7)

@@ -16,7 +16,7 @@ from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DatasetError, LockedError, SettingsMismatch
 from draftmill.manifests.maintenance import RowFilter
 from draftmill.manifests.manifest import Manifest
-from draftmill.manifests.shard import list_shards
+from draftmill.manifests.shards.shard import list_shards
 from draftmill.manifests.snapshot import load_snapshot, write_snapshot
 from draftmill.manifests.verify import verify
 from tests.manifests import workload

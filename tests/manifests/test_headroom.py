@@ -15,7 +15,7 @@ from draftmill.manifests import summary
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import BudgetError
 from draftmill.manifests.headroom import default_headroom, room_for_samples
-from draftmill.tools.costs import Job, Rate, estimate
+from draftmill.tools.estimate.costs import Job, Rate, estimate
 
 MB = 1 << 20
 RATES: Any = {name: Rate(tokens_per_s=1, source="") for name in ("generate", "extract", "train")}

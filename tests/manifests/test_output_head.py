@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from draftmill.manifests import output_head
 from draftmill.manifests.errors import ConfigError
-from draftmill.manifests.output_head import OutputHead
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target import output_head
+from draftmill.manifests.target.output_head import OutputHead
+from draftmill.manifests.target.target import TargetModel
 
 HIDDEN, VOCAB = 24, 700
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftmill.manifests import codec
+from draftmill.manifests.codec import codec
 from draftmill.manifests.errors import DamagedError
-from draftmill.manifests.reader import ShardReader
-from draftmill.manifests.record import Draft
-from draftmill.manifests.shard import ShardWriter
+from draftmill.manifests.shards.reader import ShardReader
+from draftmill.manifests.shards.record import Draft
+from draftmill.manifests.shards.shard import ShardWriter
 from draftmill.manifests.types import Attempt, Location, StatesTLH
 
 CODECS = ("em-zfast", "bitround-4", "rot4", "raw")
@@ -132,7 +132,7 @@ FEW_FILES = """
 import resource, sys
 from pathlib import Path
 from draftmill.manifests.errors import DraftmillError
-from draftmill.manifests.reader import ShardReader
+from draftmill.manifests.shards.reader import ShardReader
 from draftmill.manifests.types import Location
 
 folder, offset, length, spare, more = Path(sys.argv[1]), *map(int, sys.argv[2:])

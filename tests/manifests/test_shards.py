@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from draftmill.manifests import codec, record
+from draftmill.manifests.codec import codec
 from draftmill.manifests.errors import DamagedError
-from draftmill.manifests.reader import ShardReader
-from draftmill.manifests.record import Draft, Record
-from draftmill.manifests.shard import Damage, ShardWriter, is_open, list_shards, scan, seal
+from draftmill.manifests.shards import record
+from draftmill.manifests.shards.reader import ShardReader
+from draftmill.manifests.shards.record import Draft, Record
+from draftmill.manifests.shards.shard import Damage, ShardWriter, is_open, list_shards, scan, seal
 from draftmill.manifests.types import Attempt, Location, Result
 from tests.manifests import workload
 

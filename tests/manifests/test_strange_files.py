@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from draftmill.manifests import maintenance
 from draftmill.manifests.dataset import Dataset, DatasetReader
 from draftmill.manifests.errors import DatasetError
-from draftmill.manifests.shard import data_start, first_record, is_open, list_shards
+from draftmill.manifests.shards.shard import data_start, first_record, is_open, list_shards
 from draftmill.manifests.verify import VerifyReport, verify
 from tests.manifests import workload
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from draftmill.manifests.errors import ConfigError, DamagedError
-from draftmill.manifests.target import (
+from draftmill.manifests.target.target import (
     TargetModel,
     check_target_layer_ids,
     default_target_layer_ids,

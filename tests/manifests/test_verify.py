@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from draftmill.manifests import maintenance
 from draftmill.manifests.dataset import Dataset, DatasetReader
-from draftmill.manifests.record import Record
-from draftmill.manifests.shard import data_start, is_open, list_shards, scan
+from draftmill.manifests.shards.record import Record
+from draftmill.manifests.shards.shard import data_start, is_open, list_shards, scan
 from draftmill.manifests.types import StatesTLH
 from draftmill.manifests.verify import Fault, verify
 from draftmill.manifests.writer import DatasetWriter

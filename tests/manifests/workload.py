@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 import pandas  # noqa: F401  DuckDB imports it at the first insert: once here, not in every child
 
-from draftmill.manifests import codec, files
+from draftmill.manifests import files
+from draftmill.manifests.codec import codec
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.record import Record
-from draftmill.manifests.shard import STAGE_OF_KIND, list_shards, scan
+from draftmill.manifests.shards.record import Record
+from draftmill.manifests.shards.shard import STAGE_OF_KIND, list_shards, scan
 from draftmill.manifests.types import (
     Attempt,
     Completion,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from draftmill.manifests import codec
+from draftmill.manifests.codec import codec
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.types import (
     Attempt,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftmill.manifests.codec import CODECS
+from draftmill.manifests.codec.codec import CODECS
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.sizes import format_size
 from draftmill.tools.account import budget_account

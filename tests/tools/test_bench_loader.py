@@ -11,10 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.reader import ShardReader
+from draftmill.manifests.shards.reader import ShardReader
 from draftmill.tools.bench import loader, loader_data
 from draftmill.tools.bench.command import bench_command
-from draftmill.trainer import data, speculators_store
+from draftmill.trainer import speculators_store
+from draftmill.trainer.loading import data
 
 TINY = loader_data.Bench(
     raw_bytes=2 << 20,

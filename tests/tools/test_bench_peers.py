@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draftmill.manifests import codec
+from draftmill.manifests.codec import codec
 from draftmill.manifests.errors import DraftmillError, UsageError
 from draftmill.tools.bench import peer_process, peers
 from draftmill.tools.bench.peer_process import rivals_in

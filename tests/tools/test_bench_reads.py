@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draftmill.manifests.reader import ShardReader
-from draftmill.manifests.shard import list_shards
+from draftmill.manifests.shards.reader import ShardReader
+from draftmill.manifests.shards.shard import list_shards
 from draftmill.manifests.types import Location
 from draftmill.tools.bench.reads import (
     bench_reads,

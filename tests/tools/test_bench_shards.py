@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draftmill.manifests import codec
+from draftmill.manifests.codec import codec
 from draftmill.manifests.errors import ConfigError, UsageError
 from draftmill.tools.bench.saved_states import load_states
 from draftmill.tools.bench.shards import ShardsBench, bench_shards

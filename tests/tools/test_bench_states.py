@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draftmill.manifests.numbers import to_floats
+from draftmill.manifests.codec.numbers import to_floats
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

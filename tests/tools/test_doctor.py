@@ -13,9 +13,10 @@ import pytest
 from aiohttp import web
 
 from draftmill.builder.requests.replies import PROBE_CONVERSATION
-from draftmill.tools import doctor, doctor_servers
 from draftmill.tools.cli import main
-from draftmill.tools.findings import Finding
+from draftmill.tools.doctor import command as doctor
+from draftmill.tools.doctor import servers as doctor_servers
+from draftmill.tools.doctor.findings import Finding
 from tests.fakes import toy_model as toy
 from tests.fakes.target_server import TargetServer
 from tests.tools.served import served

@@ -10,7 +10,7 @@ import pytest
 
 from draftmill.builder.requests.client import TargetClient
 from draftmill.manifests.dataset import Dataset
-from draftmill.tools import canary
+from draftmill.tools.doctor import canary
 from draftmill.tools.init import create, target_settings
 from draftmill.tools.settings import load
 from tests.fakes.target_server import TargetServer

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftmill.tools.cli import main
-from draftmill.tools.costs import STAGES, STORED_SHARE, Job, Rate, estimate
+from draftmill.tools.estimate.costs import STAGES, STORED_SHARE, Job, Rate, estimate
 from tests.tools import story
 
 KIMI = ("--hidden-size", "7168", "--layers", "4")
@@ -211,7 +211,7 @@ def test_a_running_dataset_says_its_own_lengths_ratio_and_rates(run: Run, tmp_pa
 
 
 def _status(path: str) -> dict[str, Any]:
-    from draftmill.tools.status import document
+    from draftmill.tools.status.command import document
 
     return document(path)
 

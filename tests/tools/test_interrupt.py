@@ -47,7 +47,7 @@ if where == "print":
         if args and "interrupted" in str(args[0]):
             os.kill(os.getpid(), signal.SIGINT)
     builtins.print = talk
-    where = "draftmill.tools.status"
+    where = "draftmill.tools.status.command"
 sys.meta_path.insert(0, Finder())
 from draftmill.tools.__main__ import main
 main()
@@ -55,7 +55,9 @@ main()
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
-@pytest.mark.parametrize("where", ["draftmill.tools.cli", "draftmill.tools.status", "print"])
+@pytest.mark.parametrize(
+    "where", ["draftmill.tools.cli", "draftmill.tools.status.command", "print"]
+)
 def test_interrupts_while_a_command_is_imported(tmp_path: Path, where: str, times: int) -> None:
     command = [sys.executable, "-c", CHILD, where, str(times), "status", str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DatasetError
-from draftmill.tools import watch
+from draftmill.tools.status import watch
 from tests.tools import story
 
 

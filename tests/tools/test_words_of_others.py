@@ -25,10 +25,11 @@ from draftmill.builder.progress import Progress
 from draftmill.manifests import lock
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.types import Attempt, Prompt, Result
-from draftmill.tools import render, terminal, watch
+from draftmill.tools import render, terminal
 from draftmill.tools.cli import main
 from draftmill.tools.init import create
 from draftmill.tools.settings import TargetSettings
+from draftmill.tools.status import watch
 
 # What templates of chat models, exceptions and people write.
 WORDS = [

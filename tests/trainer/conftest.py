@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from tests.trainer import tiny
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 
 INTERMEDIATE = 96
 

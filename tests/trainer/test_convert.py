@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from draftmill.manifests.errors import ConfigError, DatasetError
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.tools.cli import main
 from draftmill.trainer.convert import convert_draft
-from draftmill.trainer.draft_model import create_draft, save_draft
+from draftmill.trainer.drafts.model import create_draft, save_draft
+from draftmill.trainer.drafts.vocab import build_mapping
 from draftmill.trainer.settings import TrainSettings
-from draftmill.trainer.vocab import build_mapping
 from tests.trainer import drafts, tiny
 
 

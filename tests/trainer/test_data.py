@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftmill.trainer import data
-from draftmill.trainer.data import Cursor, Samples
+from draftmill.trainer.loading import data
+from draftmill.trainer.loading.data import Cursor, Samples
 
 
 def table(rows: list[tuple[str, int, int]]) -> pa.Table:

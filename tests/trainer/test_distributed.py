@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from draftmill.manifests.errors import ConfigError
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.trainer import checkpoint
 from draftmill.trainer.devices import joined
 from draftmill.trainer.runlog import read_log
@@ -41,7 +41,7 @@ import json, os, sys
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.trainer import engine
 from draftmill.trainer.settings import TrainSettings
 from draftmill.trainer.train import train

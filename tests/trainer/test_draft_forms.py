@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from draftmill.manifests.errors import ConfigError, DamagedError
-from draftmill.manifests.target import TargetModel, default_target_layer_ids
-from draftmill.trainer.draft_forms import flat_limits, read_draft
-from draftmill.trainer.draft_model import create_draft, load_draft, save_draft
-from draftmill.trainer.draft_vocab import canonical_vocab, remap_vocab
+from draftmill.manifests.target.target import TargetModel, default_target_layer_ids
+from draftmill.trainer.drafts.forms import flat_limits, read_draft
+from draftmill.trainer.drafts.model import create_draft, load_draft, save_draft
+from draftmill.trainer.drafts.vocab import build_mapping
+from draftmill.trainer.drafts.vocab_tables import canonical_vocab, remap_vocab
 from draftmill.trainer.settings import TrainSettings
-from draftmill.trainer.vocab import build_mapping
 from tests.trainer import drafts, tiny
 
 SETTINGS = TrainSettings(draft_vocab_size=48, max_seq_len=64)

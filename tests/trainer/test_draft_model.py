@@ -15,11 +15,10 @@ from speculators.models.attention import create_float_mask
 from speculators.models.eagle3.attention import create_combined_mask_mod
 
 from draftmill.manifests.errors import ConfigError, DamagedError
-from draftmill.manifests.target import TargetModel
-from draftmill.trainer.data import Cursor, Row
+from draftmill.manifests.target.target import TargetModel
 from draftmill.trainer.devices import Group
-from draftmill.trainer.draft_forms import read_draft
-from draftmill.trainer.draft_model import (
+from draftmill.trainer.drafts.forms import read_draft
+from draftmill.trainer.drafts.model import (
     DraftModel,
     _dense_mask,
     create_draft,
@@ -28,11 +27,12 @@ from draftmill.trainer.draft_model import (
     save_draft,
     trained_state,
 )
-from draftmill.trainer.draft_shape import decoder_config
+from draftmill.trainer.drafts.shape import decoder_config
+from draftmill.trainer.drafts.vocab import VocabMapping, build_mapping
 from draftmill.trainer.engine import Engine
-from draftmill.trainer.rows import load_row
+from draftmill.trainer.loading.data import Cursor, Row
+from draftmill.trainer.loading.rows import load_row
 from draftmill.trainer.settings import TrainSettings
-from draftmill.trainer.vocab import VocabMapping, build_mapping
 from tests.trainer import tiny
 
 SETTINGS = TrainSettings(draft_vocab_size=128, max_seq_len=128)

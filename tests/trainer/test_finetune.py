@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from draftmill.manifests.errors import ConfigError, SettingsMismatch
-from draftmill.manifests.target import TargetModel
-from draftmill.trainer.draft_forms import read_draft
-from draftmill.trainer.draft_vocab import canonical_vocab
+from draftmill.manifests.target.target import TargetModel
+from draftmill.trainer.drafts.forms import read_draft
+from draftmill.trainer.drafts.vocab_tables import canonical_vocab
 from draftmill.trainer.finetune import open_checkpoint
 from draftmill.trainer.runlog import read_log
 from draftmill.trainer.settings import Finetune, TrainSettings
@@ -224,8 +224,8 @@ def test_a_config_without_layers_means_the_usual_ones(target: TargetModel, tmp_p
 
 def test_the_layers_of_kimi_drafts_meet_those_of_a_dataset(target: TargetModel) -> None:
     """AQ-MedAI's [2, 30, 58] are the inputs that `init` chooses for Kimi's 61 layers."""
-    from draftmill.manifests.target import default_target_layer_ids
-    from draftmill.trainer.draft_forms import _flat_layers
+    from draftmill.manifests.target.target import default_target_layer_ids
+    from draftmill.trainer.drafts.forms import _flat_layers
 
     assert _flat_layers({}, {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]})[0] == (2, 30, 58)
     assert default_target_layer_ids(61) == (2, 30, 58)

@@ -22,14 +22,14 @@ import torch
 
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DamagedError, DraftmillError
-from draftmill.manifests.reader import ShardReader
+from draftmill.manifests.shards.reader import ShardReader
 from draftmill.manifests.types import Attempt, Outcome, Prompt, Result
-from draftmill.trainer import data, reading
-from draftmill.trainer.data import Cursor, Row
-from draftmill.trainer.groups import StatesShape
-from draftmill.trainer.loader import RowLoader
-from draftmill.trainer.processes import Slots, readers
-from draftmill.trainer.rows import Batch, load_row, merge_row
+from draftmill.trainer.loading import data, reading
+from draftmill.trainer.loading.data import Cursor, Row
+from draftmill.trainer.loading.groups import StatesShape
+from draftmill.trainer.loading.loader import RowLoader
+from draftmill.trainer.loading.processes import Slots, readers
+from draftmill.trainer.loading.rows import Batch, load_row, merge_row
 from tests.trainer import tiny
 
 ROOM = 64

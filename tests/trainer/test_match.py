@@ -14,7 +14,7 @@ import pytest
 
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import ConfigError, DamagedError, DatasetError, UsageError
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.tools.init import create, target_settings
 from draftmill.tools.settings import load
 from draftmill.tools.train import target_facts

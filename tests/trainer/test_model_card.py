@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
+from draftmill.trainer.drafts.vocab import build_mapping
+from draftmill.trainer.loading.plan import make_plan
 from draftmill.trainer.model_card import Data, describe_data, model_card, put_evaluation
-from draftmill.trainer.plan import make_plan
 from draftmill.trainer.plots import plot_acceptance, plot_training
 from draftmill.trainer.settings import TrainSettings
 from draftmill.trainer.train import train
-from draftmill.trainer.vocab import build_mapping
 from tests.trainer import tiny
 
 SETTINGS = TrainSettings(

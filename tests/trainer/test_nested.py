@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftmill.manifests.errors import ConfigError
-from draftmill.manifests.target import TargetModel
-from draftmill.trainer.draft_forms import read_draft
-from draftmill.trainer.draft_shape import decoder_config
+from draftmill.manifests.target.target import TargetModel
+from draftmill.trainer.drafts.forms import read_draft
+from draftmill.trainer.drafts.shape import decoder_config
 from draftmill.trainer.settings import Finetune, TrainSettings
 from draftmill.trainer.train import train
 from tests.trainer import drafts, tiny

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pytest
 
 from draftmill.manifests.errors import DamagedError, DatasetError
-from draftmill.trainer import data
-from draftmill.trainer.data import Cursor
-from draftmill.trainer.plan import grow, load_plan, make_plan, next_epoch, save_plan
+from draftmill.trainer.loading import data
+from draftmill.trainer.loading.data import Cursor
+from draftmill.trainer.loading.plan import grow, load_plan, make_plan, next_epoch, save_plan
 from draftmill.trainer.settings import TrainSettings
 from tests.trainer.test_data import table
 

@@ -12,15 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftmill.manifests import codec
+from draftmill.manifests.codec import codec
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DamagedError
-from draftmill.manifests.reader import ShardReader
-from draftmill.trainer import data, planes
-from draftmill.trainer.data import Cursor
-from draftmill.trainer.groups import GroupPlanes, StatesShape, placed_group
-from draftmill.trainer.reading import read_row
-from draftmill.trainer.rows import load_row, merge_row
+from draftmill.manifests.shards.reader import ShardReader
+from draftmill.trainer.loading import data, planes
+from draftmill.trainer.loading.data import Cursor
+from draftmill.trainer.loading.groups import GroupPlanes, StatesShape, placed_group
+from draftmill.trainer.loading.reading import read_row
+from draftmill.trainer.loading.rows import load_row, merge_row
 from tests.manifests.test_codec_lossy import finite_states
 from tests.trainer import tiny
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftmill.manifests.errors import ConfigError, DamagedError, DatasetError
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.trainer.convert import convert_draft
-from draftmill.trainer.draft_forms import read_draft
-from draftmill.trainer.draft_model import create_draft, load_draft, save_draft
+from draftmill.trainer.drafts.forms import read_draft
+from draftmill.trainer.drafts.model import create_draft, load_draft, save_draft
+from draftmill.trainer.drafts.vocab import build_mapping
 from draftmill.trainer.finetune import open_checkpoint
 from draftmill.trainer.settings import Finetune, TrainSettings
-from draftmill.trainer.vocab import build_mapping
 from tests.trainer import drafts, tiny
 
 SETTINGS = TrainSettings(draft_vocab_size=96, max_seq_len=64)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from draftmill.manifests.errors import DatasetError
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.trainer import speculators_store as store
 from draftmill.trainer.settings import TrainSettings
 from tests.trainer import tiny
@@ -85,8 +85,8 @@ def test_the_split_is_draftmills_own(prepared: store.Prepared) -> None:
 def test_a_step_of_its_model_is_the_same_from_both(
     dataset: Path, target: TargetModel, prepared: store.Prepared, exported: Path
 ) -> None:
-    from draftmill.trainer.draft_model import create_draft, forward
-    from draftmill.trainer.vocab import make_vocab
+    from draftmill.trainer.drafts.model import create_draft, forward
+    from draftmill.trainer.drafts.vocab import make_vocab
 
     vocab = make_vocab(dataset, 256, target=target)
     model = create_draft(target, tiny.LAYER_IDS, vocab, SETTINGS)

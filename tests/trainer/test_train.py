@@ -25,7 +25,7 @@ from draftmill.manifests.errors import (
     LockedError,
     SettingsMismatch,
 )
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.trainer import checkpoint
 from draftmill.trainer.loop import TrainProgress
 from draftmill.trainer.run_folder import locked_run
@@ -214,7 +214,7 @@ import sys
 from pathlib import Path
 from contextlib import suppress
 from dataclasses import replace
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from tests.trainer import test_train, tiny
 steps = test_train.Steps()
 report = test_train.run(

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import ConfigError, DamagedError, DatasetError
-from draftmill.manifests.target import TargetModel
-from draftmill.trainer.vocab import (
+from draftmill.manifests.target.target import TargetModel
+from draftmill.trainer.drafts.vocab import (
     build_mapping,
     count_tokens,
     keep_vocab,

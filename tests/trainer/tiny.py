@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from draftmill.manifests import codec
+from draftmill.manifests.codec import codec
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DamagedError
-from draftmill.manifests.reader import StatesBlocks
+from draftmill.manifests.shards.reader import StatesBlocks
 from draftmill.manifests.types import (
     Attempt,
     Completion,
@@ -25,9 +25,9 @@ from draftmill.manifests.types import (
     Result,
     StatesPayload,
 )
-from draftmill.trainer import data
-from draftmill.trainer.data import Samples
-from draftmill.trainer.groups import StatesShape
+from draftmill.trainer.loading import data
+from draftmill.trainer.loading.data import Samples
+from draftmill.trainer.loading.groups import StatesShape
 
 HIDDEN, LAYERS, VOCAB, CONTEXT = 64, 6, 512, 256
 LAYER_IDS = (1, 3, 5)

@@ -31,7 +31,7 @@ from draftmill.builder.budget import Budget
 from draftmill.builder.extraction.settings import ExtractSettings
 from draftmill.builder.extraction.stage import Layers, extract
 from draftmill.builder.extraction.validate import StatesCheck
-from draftmill.manifests import codec
+from draftmill.manifests.codec import codec
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import ServerError
 from draftmill.manifests.types import Attempt, Completion, Prompt, Result, StatesTLH

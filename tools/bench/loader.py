@@ -19,21 +19,22 @@ from typing import Any
 import torch
 
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.reader import ShardReader
+from draftmill.manifests.shards.reader import ShardReader
 from draftmill.tools.bench import loader_data
 from draftmill.tools.bench.figures import Figure
 from draftmill.tools.bench.loader_data import Bench
 from draftmill.tools.bench.reads import drop_from_cache
-from draftmill.trainer import data, speculators_store
-from draftmill.trainer.data import Cursor, Row, Samples
+from draftmill.trainer import speculators_store
 from draftmill.trainer.devices import joined
-from draftmill.trainer.draft_model import create_draft
+from draftmill.trainer.drafts.model import create_draft
+from draftmill.trainer.drafts.vocab import make_vocab
 from draftmill.trainer.engine import Engine
-from draftmill.trainer.loader import RowLoader
-from draftmill.trainer.plan import make_plan, save_plan
-from draftmill.trainer.rows import Batch
+from draftmill.trainer.loading import data
+from draftmill.trainer.loading.data import Cursor, Row, Samples
+from draftmill.trainer.loading.loader import RowLoader
+from draftmill.trainer.loading.plan import make_plan, save_plan
+from draftmill.trainer.loading.rows import Batch
 from draftmill.trainer.settings import TrainSettings
-from draftmill.trainer.vocab import make_vocab
 
 BASELINE = "speculators-files"
 _PLANNED = 1_000_000

@@ -16,15 +16,15 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from draftmill.manifests import codec
+from draftmill.manifests.codec import codec
+from draftmill.manifests.codec.numbers import to_words
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.manifest import Manifest
-from draftmill.manifests.numbers import to_words
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests.target.target import TargetModel
 from draftmill.manifests.types import Attempt, Completion, Prompt, Result, StatesPayload
 from draftmill.tools.bench.saved_states import Words, load_states
 from draftmill.trainer import speculators_store
-from draftmill.trainer.groups import StatesShape
+from draftmill.trainer.loading.groups import StatesShape
 from draftmill.trainer.settings import TrainSettings
 
 _CODEC = "em-zfast"

@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 
 from draftmill.manifests.errors import DraftmillError, UsageError
-from draftmill.manifests.reader import ShardReader
+from draftmill.manifests.shards.reader import ShardReader
 from draftmill.manifests.types import Location, StatesTLH
 from draftmill.manifests.writer import DEFAULT_SHARD_BYTES
 from draftmill.tools.bench import peers

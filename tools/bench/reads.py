@@ -12,10 +12,10 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from draftmill.manifests import codec
-from draftmill.manifests.reader import ShardReader
-from draftmill.manifests.record import Draft
-from draftmill.manifests.shard import ShardWriter, list_shards
+from draftmill.manifests.codec import codec
+from draftmill.manifests.shards.reader import ShardReader
+from draftmill.manifests.shards.record import Draft
+from draftmill.manifests.shards.shard import ShardWriter, list_shards
 from draftmill.manifests.types import Attempt, Location, StatesTLH
 from draftmill.tools.bench.figures import Figure
 

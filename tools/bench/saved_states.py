@@ -37,8 +37,8 @@ def states_of_bench(states_file: Path | None) -> tuple[Words, Path | None]:
         return load_states(states_file), None
     # only here, so that a file can be benched where there is no torch
     from draftmill.tools.bench import states as bench_states
-    from draftmill.tools.demo import cache_folder
-    from draftmill.tools.embedded import ensure_model
+    from draftmill.tools.demo.command import cache_folder
+    from draftmill.tools.demo.embedded import ensure_model
 
     model_folder = ensure_model(cache_folder())
     return load_states(bench_states.saved_states(model_folder, cache_folder())), model_folder

@@ -22,8 +22,9 @@ from statistics import median
 
 import numpy as np
 
-from draftmill.manifests import codec, codec_error
-from draftmill.manifests.target import TargetModel
+from draftmill.manifests import codec_error
+from draftmill.manifests.codec import codec
+from draftmill.manifests.target.target import TargetModel
 from draftmill.tools.bench.figures import Figure
 from draftmill.tools.bench.peer_process import Rival, rivals_in
 from draftmill.tools.bench.reads import bench_reads

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftmill.manifests.target import (
+from draftmill.manifests.target.target import (
     TargetModel,
     default_target_layer_ids,
     extraction_layer_ids,

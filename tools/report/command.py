@@ -17,7 +17,7 @@ from draftmill.tools.render import console, say
 from draftmill.tools.report.document import document
 from draftmill.tools.report.gather import gather
 from draftmill.tools.report.sections import sections, snapshot_note
-from draftmill.tools.status import budget_and_staging
+from draftmill.tools.status.command import budget_and_staging
 from draftmill.tools.terminal import echo_json
 
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from draftmill.manifests import codec
+from draftmill.manifests.codec import codec
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DatasetError
 from draftmill.manifests.types import Location
 from draftmill.manifests.verify import verify
 from draftmill.tools.bench.experiments.derive import Wanted, derive
-from draftmill.trainer import data
+from draftmill.trainer.loading import data
 from tests.trainer import tiny
 
 COUNT = 70  # more than a page

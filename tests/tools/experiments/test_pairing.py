@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftmill.tools.bench.experiments.on_policy import cross_coverage, pair
-from draftmill.trainer.vocab import VocabMapping, build_mapping
+from draftmill.trainer.drafts.vocab import VocabMapping, build_mapping
 
 answer = st.none() | st.tuples(st.integers(1, 9), st.integers(1, 40))  # prompt, supervised
 

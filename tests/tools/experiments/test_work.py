@@ -26,7 +26,7 @@ from draftmill.tools.bench.experiments.size import SMALL, ExperimentSize, Machin
 from draftmill.tools.bench.experiments.work import HUMAN, Work, run_steps
 from draftmill.tools.init import create
 from draftmill.tools.settings import TargetSettings
-from draftmill.trainer import data
+from draftmill.trainer.loading import data
 from draftmill.trainer.run_folder import locked_run
 from draftmill.trainer.runlog import read_log
 from tests.sources import CLONE

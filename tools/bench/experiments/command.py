@@ -113,8 +113,8 @@ def on_policy_command(**options: Any) -> None:
 
 def _work(experiment: str, options: dict[str, Any]) -> Work:
     from draftmill.tools.bench.experiments.work import Work
-    from draftmill.tools.demo import cache_folder
-    from draftmill.tools.embedded import ensure_model
+    from draftmill.tools.demo.command import cache_folder
+    from draftmill.tools.demo.embedded import ensure_model
 
     model = Path(options["target"]).resolve() if options["target"] else None
     if model is not None and not (model / "config.json").is_file():

@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from draftmill.manifests import codec
+from draftmill.manifests.codec import codec
 from draftmill.manifests.dataset import Dataset, DatasetReader
 from draftmill.manifests.errors import DatasetError
 from draftmill.manifests.types import (

@@ -24,7 +24,7 @@ from draftmill.tools.bench.experiments.size import ON_POLICY_STEPS
 from draftmill.tools.bench.experiments.work import Work, run_steps
 from draftmill.tools.render import say
 from draftmill.tools.settings import load
-from draftmill.trainer.vocab import VocabMapping, load_mapping
+from draftmill.trainer.drafts.vocab import VocabMapping, load_mapping
 
 EXPERIMENT = "on-policy"
 HUMAN, OWN = "human", "own"

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from draftmill.manifests.codec_names import is_lossless, parse_codec
+from draftmill.manifests.codec.names import is_lossless, parse_codec
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DraftmillError, UsageError
 from draftmill.tools.bench.experiments import drafts, report
@@ -21,7 +21,7 @@ from draftmill.tools.bench.experiments.derive import Wanted, derive
 from draftmill.tools.bench.experiments.size import PRECISION_STEPS
 from draftmill.tools.bench.experiments.work import Work, run_steps
 from draftmill.tools.render import say
-from draftmill.trainer import data
+from draftmill.trainer.loading import data
 
 EXPERIMENT = "precision"
 EXACT = "em-zfast"

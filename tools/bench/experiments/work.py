@@ -25,7 +25,7 @@ from draftmill.manifests.types import Prompt
 from draftmill.manifests.writer import DatasetWriter
 from draftmill.tools.bench.experiments import docstrings
 from draftmill.tools.bench.experiments.size import ExperimentSize, Machine
-from draftmill.tools.demo import Log
+from draftmill.tools.demo.command import Log
 from draftmill.tools.init import create, target_settings
 from draftmill.tools.render import say
 from draftmill.tools.settings import Settings, load, writer_options

@@ -1,0 +1,1 @@
+"""Facts of the target model, and its last step in numpy."""

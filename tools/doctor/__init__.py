@@ -1,0 +1,1 @@
+"""`draftmill doctor`: what stands in the way of a run."""

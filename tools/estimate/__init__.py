@@ -1,0 +1,1 @@
+"""`draftmill estimate`: what a job takes, and how that is said."""

@@ -1,0 +1,1 @@
+"""`draftmill status` and `sql`: what a dataset holds, once or live."""

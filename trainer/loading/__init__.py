@@ -1,0 +1,1 @@
+"""From a dataset to batches: which samples, in which order, read ahead and merged on the device."""
