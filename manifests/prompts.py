@@ -1,20 +1,58 @@
-"""Prompt files against the manifest: whether they are there, whole, and of the same dataset.
+"""Prompt files and the manifest: how prompts get into both, and whether the two still agree.
 
-Reads prompt files, changes nothing. What follows from a fault is for the callers to say.
+What follows from a fault is for the callers to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftmill.manifests import schema
+from draftmill.manifests import files, queries, schema
+from draftmill.manifests.layout import Layout
 from draftmill.manifests.manifest import Manifest
+from draftmill.manifests.types import Prompt
 
 ADVICE = "restore it from a copy; without it its prompts cannot be asked"
+
+
+def add_batch(layout: Layout, manifest: Manifest, batch: Sequence[Prompt]) -> int:
+    """Write the prompts whose hash is new to a file of their own, then into the manifest as
+    pending rows, in the order given; returns how many."""
+    unknown = queries.unknown(manifest, [prompt.hash for prompt in batch])
+    fresh: list[Prompt] = []
+    for prompt in batch:
+        if prompt.hash in unknown:
+            unknown.discard(prompt.hash)
+            fresh.append(prompt)
+    if not fresh:
+        return 0
+    first = queries.max_id(manifest) + 1
+    rows = {
+        "id": list(range(first, first + len(fresh))),
+        **{
+            name: [getattr(prompt, name) for prompt in fresh]
+            for name in schema.PROMPT_FILE.names[1:]
+        },
+    }
+    numbers = {*layout.prompt_files(), *queries.prompt_files(manifest)}
+    number = max(numbers, default=-1) + 1
+    path = layout.prompt_file(number)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with files.disk_full_is_budget(path):
+        # Small row groups: a claim of some hundred ids then reads little.
+        pq.write_table(
+            pa.Table.from_pydict(rows, schema=schema.PROMPT_FILE),
+            temporary,
+            compression="zstd",
+            row_group_size=2048,
+            write_page_checksum=True,
+        )
+        files.publish(temporary, path, "prompts")
+    return manifest.insert_prompts(number, path)
 
 
 def stranger(manifest: Manifest, paths: Mapping[int, Path]) -> str | None:

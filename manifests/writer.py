@@ -13,17 +13,16 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from draftmill.manifests import files, fingerprints, queries, schema
+from draftmill.manifests import files, fingerprints, queries
 from draftmill.manifests.codec_error import ErrorSums
 from draftmill.manifests.errors import BudgetError, DatasetError
 from draftmill.manifests.layout import Layout
 from draftmill.manifests.manifest import Manifest
+from draftmill.manifests.prompts import add_batch
 from draftmill.manifests.recovery import RecoveryReport, payload_rows
 from draftmill.manifests.shards import record
 from draftmill.manifests.shards.reader import ShardReader
@@ -32,10 +31,10 @@ from draftmill.manifests.shards.shard import (
     KINDS,
     STAGE_OF_KIND,
     Kind,
-    ShardWriter,
     is_open,
     list_shards,
 )
+from draftmill.manifests.shards.shard_writer import ShardWriter
 from draftmill.manifests.snapshot import write_snapshot
 from draftmill.manifests.summary import codec_errors, summarize
 from draftmill.manifests.types import (
@@ -123,50 +122,12 @@ class DatasetWriter:
 
     def add_prompts(self, prompts: Iterable[Prompt]) -> AddReport:
         """Insert the prompts whose hash is new, as pending rows, in the order given."""
-        added = known = 0
-        batch: list[Prompt] = []
-        for prompt in prompts:
-            batch.append(prompt)
-            if len(batch) == _ADD_BATCH:
-                new = self._add_batch(batch)
-                added, known = added + new, known + len(batch) - new
-                batch = []
-        new = self._add_batch(batch)
-        return AddReport(added=added + new, known=known + len(batch) - new)
-
-    def _add_batch(self, batch: Sequence[Prompt]) -> int:
-        with self.lock:
-            unknown = queries.unknown(self.manifest, [prompt.hash for prompt in batch])
-            fresh: list[Prompt] = []
-            for prompt in batch:
-                if prompt.hash in unknown:
-                    unknown.discard(prompt.hash)
-                    fresh.append(prompt)
-            if not fresh:
-                return 0
-            first = queries.max_id(self.manifest) + 1
-            rows = {
-                "id": list(range(first, first + len(fresh))),
-                **{
-                    name: [getattr(prompt, name) for prompt in fresh]
-                    for name in schema.PROMPT_FILE.names[1:]
-                },
-            }
-            numbers = {*self.dataset.prompt_files(), *queries.prompt_files(self.manifest)}
-            number = max(numbers, default=-1) + 1
-            path = self.dataset.prompt_file(number)
-            temporary = path.with_name(f".{path.name}.tmp")
-            with files.disk_full_is_budget(path):
-                # Small row groups: a claim of some hundred ids then reads little.
-                pq.write_table(
-                    pa.Table.from_pydict(rows, schema=schema.PROMPT_FILE),
-                    temporary,
-                    compression="zstd",
-                    row_group_size=2048,
-                    write_page_checksum=True,
-                )
-                files.publish(temporary, path, "prompts")
-            return self.manifest.insert_prompts(number, path)
+        rows, added, known = iter(prompts), 0, 0
+        while batch := list(islice(rows, _ADD_BATCH)):
+            with self.lock:
+                new = add_batch(self.dataset, self.manifest, batch)
+            added, known = added + new, known + len(batch) - new
+        return AddReport(added=added, known=known)
 
     # -- what is to do -----------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """Shards: append-only files of records that become valid safetensors files when they are sealed.
 
-Owns names, roll-over, sealing and scanning of shard files. Which records count is left to
-`recovery` and `manifest`; reading single samples to `reader`. Layout: docs/format.md.
+Owns names, layout, sealing and scanning of shard files. Appending is left to `shard_writer`, which
+records count to `recovery` and `manifest`, reading single samples to `reader`. Layout:
+docs/format.md.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 import json
 import mmap
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from draftmill.manifests import files
 from draftmill.manifests.codec import codec
-from draftmill.manifests.errors import BudgetError, DamagedError
+from draftmill.manifests.errors import DamagedError
 from draftmill.manifests.shards import record
-from draftmill.manifests.shards.record import Draft, Record
-from draftmill.manifests.types import Location, Stage
+from draftmill.manifests.shards.record import Record
+from draftmill.manifests.types import Stage
 
 Kind = Literal["completions", "hidden_states"]
 KINDS: tuple[Kind, ...] = ("completions", "hidden_states")
@@ -30,9 +31,7 @@ _LENGTH = struct.Struct("<Q")
 _SEALED = ".safetensors"
 _OPEN = ".safetensors.open"
 # Room that one tensor takes in the header beside its name: punctuation, dtype, three numbers.
-_ENTRY_BYTES = 96
-_SLACK_BYTES = 4096
-_SMALL_BYTES = 64 << 10
+ENTRY_BYTES = 96
 # safetensors refuses headers above 100 MB; a shard is sealed long before.
 _MAX_HEADER = 100_000_000
 
@@ -200,6 +199,21 @@ def header_for(kind: str, number: int, start: int, found: list[Record | Damage])
             add(f"{whole.name}/{payload.name}", at, payload.length)
             at += payload.length
     return json.dumps(tensors, separators=(",", ":")).encode()
+
+
+def entry_bytes(found: Record | Damage) -> int:
+    """Room for a record in the header, at most."""
+    whole = found if isinstance(found, Record) else found.record
+    if whole is None:
+        return ENTRY_BYTES + 32
+    names = [len(p.name) for p in whole.payloads] + [len("record")]
+    return sum(ENTRY_BYTES + len(whole.name) + 1 + name for name in names)
+
+
+def unsealed_header(kind: Kind, number: int, reserved: int) -> bytes:
+    """The first bytes of an open shard: a header without records, padded to `reserved` bytes."""
+    header = header_for(kind, number, _LENGTH.size + reserved, [])
+    return _LENGTH.pack(reserved) + header.ljust(reserved)
 
 
 def seal(path: Path, kind: Kind, number: int) -> Path:

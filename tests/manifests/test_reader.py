@@ -16,7 +16,7 @@ from draftmill.manifests.codec import codec
 from draftmill.manifests.errors import DamagedError
 from draftmill.manifests.shards.reader import ShardReader
 from draftmill.manifests.shards.record import Draft
-from draftmill.manifests.shards.shard import ShardWriter
+from draftmill.manifests.shards.shard_writer import ShardWriter
 from draftmill.manifests.types import Attempt, Location, StatesTLH
 
 CODECS = ("em-zfast", "bitround-4", "rot4", "raw")

@@ -17,7 +17,8 @@ from draftmill.manifests.errors import DamagedError
 from draftmill.manifests.shards import record
 from draftmill.manifests.shards.reader import ShardReader
 from draftmill.manifests.shards.record import Draft, Record
-from draftmill.manifests.shards.shard import Damage, ShardWriter, is_open, list_shards, scan, seal
+from draftmill.manifests.shards.shard import Damage, is_open, list_shards, scan, seal
+from draftmill.manifests.shards.shard_writer import ShardWriter
 from draftmill.manifests.types import Attempt, Location, Result
 from tests.manifests import workload
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from draftmill.manifests.codec import codec
 from draftmill.manifests.shards.reader import ShardReader
 from draftmill.manifests.shards.record import Draft
-from draftmill.manifests.shards.shard import ShardWriter, list_shards
+from draftmill.manifests.shards.shard import list_shards
+from draftmill.manifests.shards.shard_writer import ShardWriter
 from draftmill.manifests.types import Attempt, Location, StatesTLH
 from draftmill.tools.bench.figures import Figure
 
