@@ -1,4 +1,4 @@
-"""What every test shares: nothing reaches a hub, and real servers get the time they take."""
+"""What every test shares: nothing reaches a hub, and nobody is late on a slow machine."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 E2E = Path(__file__).parent / "e2e"
 E2E_TIMEOUT_S = 1800  # loading a model and compiling on two busy cores; a hang still ends
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):
     os.environ[name] = "1"
+
+# An example takes as long as it takes on a slow machine, and fixtures of a test serve all its
+# examples where it makes what it looks at anew.
+settings.register_profile(
+    "house",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("house")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -168,7 +168,7 @@ def test_bytes_that_others_free_are_seen(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(0, 2**32), st.integers(20_000, 200_000))
 def test_never_more_on_disk_than_the_budget(
     tmp_path_factory: pytest.TempPathFactory, seed: int, limit: int

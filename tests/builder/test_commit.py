@@ -10,6 +10,7 @@ import pytest
 from draftmill.builder.commit import Committer
 from draftmill.manifests.errors import BudgetError
 from draftmill.manifests.types import Attempt, Result
+from tests.waiting import until
 
 
 class Writer:
@@ -54,10 +55,7 @@ def test_a_batch_goes_when_it_is_due_kicked_large_or_flushed() -> None:
         async with Committer(writer, **{"batch_s": 1000.0, **options}) as committer:  # type: ignore[arg-type]
             await committer.put(result(1), payload_bytes=600)
             use(committer)
-            for _ in range(200):
-                if writer.batches:
-                    break
-                await asyncio.sleep(0.005)
+            await until(lambda: bool(writer.batches))
             seen = list(writer.batches)
             await committer.put(result(2))
             await committer.flush()

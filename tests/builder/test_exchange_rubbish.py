@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftmill.builder.exchange import folder as form
@@ -119,9 +119,7 @@ _ODD: list[Any] = [
 ]
 
 
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=12)
 @given(st.data())
 def test_state_files_with_any_header(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -19,6 +19,7 @@ from draftmill.manifests.errors import ConfigError, ServerError, SettingsMismatc
 from draftmill.manifests.files import folder_bytes
 from tests.builder.extraction import IDS, look, make_dataset, run
 from tests.fakes.target_server import TargetServer
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -185,7 +186,7 @@ def test_what_does_not_pass_fails(tmp_path: Path, staging: Path) -> None:
 def test_a_lock_that_is_never_released_is_tried_again(tmp_path: Path, staging: Path) -> None:
     dataset = make_dataset(tmp_path / "d", [60] * 4)
     report, _ = extract_from(
-        dataset, staging, {2: ["lock_held"]}, lock_timeout_s=0.1, orphan_age_s=0.2
+        dataset, staging, {2: ["lock_held"]}, lock_timeout_s=1.0, orphan_age_s=0.2
     )
     assert report.outcomes == {"extracted": 4, "transient": 1}
     first, second = look(dataset).attempts[2]
@@ -202,8 +203,7 @@ def test_requests_that_time_out(tmp_path: Path, staging: Path) -> None:
         dataset,
         staging,
         {2: ["hang"] * 9, 3: ["hang_after_write"]},
-        request_timeout_s=0.5,
-        lock_timeout_s=0.1,
+        request_timeout_s=1.0,
     )
     seen = look(dataset)
     assert seen.states == {"extracted": 3, "timed_out": 1}
@@ -313,16 +313,25 @@ def test_a_sample_longer_than_the_server_takes(tmp_path: Path, staging: Path) ->
     assert "larger --max-model-len" in look(dataset, max_seq_len=99).attempts[3][0][2]
 
 
-def test_an_outage_costs_no_attempt(tmp_path: Path, staging: Path) -> None:
+def test_an_outage_costs_no_attempt(
+    tmp_path: Path, staging: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="draftmill")
     dataset = make_dataset(tmp_path / "d", [60] * 30)
-    report, _ = extract_from(
-        dataset,
-        staging,
-        server_options={"latency_s": 0.02, "outages": [(0.05, 0.4)]},
-        concurrency=4,
-    )
-    assert report.outcomes["extracted"] == 30
-    assert look(dataset).states == {"extracted": 30}
+
+    async def go() -> StageReport:
+        async with TargetServer(staging=str(staging), latency_s=0.02) as server:
+            running = asyncio.create_task(run(dataset, server.url, staging, concurrency=4))
+            await until(lambda: server.answered.total() > 4)
+            await server.go_down()
+            await until(lambda: "waiting for the server" in caplog.text)
+            await server.come_up()
+            return await running
+
+    assert asyncio.run(go()).outcomes == {"extracted": 30}
+    seen = look(dataset)
+    assert seen.states == {"extracted": 30}
+    assert all(len(tries) == 1 for tries in seen.attempts.values())
 
 
 def test_several_servers_share_the_work_and_one_may_be_away(tmp_path: Path, staging: Path) -> None:
@@ -347,11 +356,19 @@ def test_several_servers_share_the_work_and_one_may_be_away(tmp_path: Path, stag
 
 def test_tokens_in_flight_are_capped(tmp_path: Path, staging: Path) -> None:
     dataset = make_dataset(tmp_path / "d", [100] * 12 + [500])
-    report, server = extract_from(
-        dataset, staging, server_options={"latency_s": 0.01}, max_in_flight_tokens=300
-    )
-    assert report.outcomes == {"extracted": 13}
-    assert server.peak_in_flight == 3
+
+    async def go() -> int:
+        async with TargetServer(staging=str(staging)) as server:
+            server.stuck = True  # until as many are there as may be
+            running = asyncio.create_task(
+                run(dataset, server.url, staging, max_in_flight_tokens=300)
+            )
+            await until(lambda: server.in_flight >= 3)
+            server.stuck = False
+            assert (await running).outcomes == {"extracted": 13}
+            return server.peak_in_flight
+
+    assert asyncio.run(go()) == 3
 
 
 # -- room ----------------------------------------------------------------------------------------
@@ -441,11 +458,8 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, staging: Path) -> None:
         async with TargetServer(staging=str(staging)) as server:
             for sample in range(10, 31):
                 server.plan(ids[sample], ["hang"])
-            running = asyncio.create_task(
-                run(dataset, server.url, staging, stop_grace_s=300.0, lock_timeout_s=0.1)
-            )
-            while server.in_flight < 8 or sum(server.requests.values()) < 17:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            running = asyncio.create_task(run(dataset, server.url, staging, stop_grace_s=300.0))
+            await until(lambda: server.in_flight >= 8 and server.requests.total() >= 17)
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGINT)
                 await asyncio.sleep(0.05)
@@ -484,11 +498,18 @@ def test_mixed_faults_end_in_the_right_states(tmp_path: Path, staging: Path) -> 
 
 
 @pytest.mark.slow
-def test_budget_holds_under_random_faults(tmp_path: Path, staging: Path) -> None:
+def test_budget_holds_under_random_faults(
+    tmp_path: Path, staging: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(5)
     dataset = make_dataset(tmp_path / "d", [rng.randrange(20, 900) for _ in range(30)])
     limit = folder_bytes(dataset.path) + (5 << 20)
     peaks: list[int] = []
+
+    def measure(*_: object) -> None:
+        peaks.append(folder_bytes(dataset.path) + folder_bytes(staging))
+
+    monkeypatch.setattr(files, "observer", measure)  # after each of our own writes
 
     async def go() -> None:
         faults = dict.fromkeys(("no_file", "truncated_file", "drop", "wrong_length"), 0.1)
@@ -504,8 +525,8 @@ def test_budget_holds_under_random_faults(tmp_path: Path, staging: Path) -> None
                     stop_after_bad=0,
                 )
             )
-            while not running.done():
-                peaks.append(folder_bytes(dataset.path) + folder_bytes(staging))
+            while not running.done():  # and in between, for those of the server
+                measure()
                 await asyncio.sleep(0.002)
             await running
 

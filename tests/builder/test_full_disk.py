@@ -34,7 +34,11 @@ FAULTS = ("no_file", "truncated_file", "drop", "wrong_length", "http_503")
 
 
 class Watcher(threading.Thread):
-    """Looks at the sizes all the time, in a thread of its own; fills the disk now and then."""
+    """Looks at the sizes all the time, in a thread of its own; fills the disk now and then.
+
+    However fast a run is, it looks after each of the run's own file operations, and one of the
+    first of them finds the disk full.
+    """
 
     def __init__(self, folders: list[Path], ballast: Path | None, rng: random.Random) -> None:
         super().__init__(daemon=True)
@@ -42,15 +46,32 @@ class Watcher(threading.Thread):
         self._folders = folders
         self._ballast = ballast
         self._rng = rng
+        self._left = rng.randrange(2, 20)
         self.fills = 0
+        self._wanted, self._full = threading.Event(), threading.Event()
         self._done = threading.Event()
+
+    def start(self) -> None:
+        files.observer = self._operation
+        super().start()
 
     def run(self) -> None:
         while not self._done.is_set():
-            self.peaks.append(sum(map(folder_bytes, self._folders)))
-            if self._ballast is not None and self._rng.random() < 0.02:
+            self._look()
+            if self._ballast is not None and (self._wanted.is_set() or self._rng.random() < 0.02):
                 self._fill(self._ballast)
             time.sleep(0.001)
+
+    def _look(self) -> None:
+        self.peaks.append(sum(map(folder_bytes, self._folders)))
+
+    def _operation(self, *_: object) -> None:
+        self._look()
+        self._left -= 1
+        if self._ballast is not None and self._left == 0:
+            self._full.clear()
+            self._wanted.set()
+            assert self._full.wait(60)
 
     def _fill(self, ballast: Path) -> None:
         free = shutil.disk_usage(ballast.parent).free
@@ -60,10 +81,13 @@ class Watcher(threading.Thread):
             except OSError:
                 pass  # somebody was faster, which is as good
         self.fills += 1
+        self._wanted.clear()
+        self._full.set()
         time.sleep(self._rng.random() * 0.05)
         ballast.unlink()
 
     def stop(self) -> None:
+        files.observer = None
         self._done.set()
         self.join()
         if self._ballast is not None:

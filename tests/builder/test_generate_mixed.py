@@ -24,6 +24,7 @@ from tests.builder.generation import (
 )
 from tests.fakes import toy_model as toy
 from tests.fakes.target_server import TargetServer
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -52,9 +53,9 @@ STAGE: dict[str, Any] = {
 GONE: dict[str, Any] = {
     "concurrency": 16,
     "give_up_s": 600.0,
-    "min_deadline_s": 0.3,
-    "watchdog_s": 1.0,
-    "lost_s": 0.3,
+    "min_deadline_s": 1.0,
+    "watchdog_s": 2.0,
+    "lost_s": 1.0,
 }
 
 
@@ -79,8 +80,7 @@ async def _busy(server: TargetServer) -> None:
 
 
 async def _answers(servers: tuple[TargetServer, ...], count: int) -> None:
-    while sum(server.answered.total() for server in servers) < count:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: sum(server.answered.total() for server in servers) >= count)
 
 
 async def _outages(servers: tuple[TargetServer, ...]) -> None:

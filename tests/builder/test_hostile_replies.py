@@ -77,7 +77,7 @@ def changed(path: tuple[Any, ...], value: Any) -> Any:
 
 
 @given(st.sampled_from(sorted(places(GOOD), key=str)), anything)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_any_value_anywhere_is_a_completion_that_can_be_stored_or_a_failed_request(
     path: tuple[Any, ...], value: Any
 ) -> None:
@@ -109,7 +109,6 @@ def test_bytes_that_are_no_json_are_a_garbled_reply(raw: bytes) -> None:
 
 
 @given(anything)
-@settings(deadline=None)
 def test_ids_of_a_tokenizer_are_ids_or_garbled(tokens: Any) -> None:
     try:
         ids = ids_of_tokenizer({"tokens": tokens})
@@ -131,7 +130,7 @@ def test_retry_after_is_seconds_or_a_date() -> None:
     def date(seconds: float) -> str:
         return format_datetime(datetime.now(UTC) + timedelta(seconds=seconds), usegmt=True)
 
-    assert 58 <= (retry_after_s(date(60)) or 0) <= 60
+    assert 500 <= (retry_after_s(date(600)) or 0) <= 600
     assert retry_after_s(date(-60)) == 0
     assert retry_after_s(date(1e6)) == 3600
     assert retry_after_s("2.5") == 2.5

@@ -102,7 +102,7 @@ def test_a_total_is_shared_by_weight_and_what_runs_out_is_filled_by_the_others(
 
 @pytest.mark.slow
 @given(st.integers(0, 110), st.integers(0, 110), st.floats(0.2, 5), st.none() | st.integers(1, 50))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_steps_lead_to_the_same_dataset_as_one(
     tmp_path_factory: pytest.TempPathFactory,
     first: int,

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draftmill.builder.sources.conversations import BadRow, prompts_of
@@ -31,7 +31,6 @@ def of(row: dict[str, Any], **options: Any) -> list[Prompt]:
 
 
 @given(half, half, half, st.sampled_from(["id", "uuid", "conversation_id"]), st.booleans())
-@settings(deadline=None)
 def test_half_surrogates_anywhere_make_a_bad_row_or_a_prompt_that_can_be_stored(
     asked: str, answer: str, identity: str, key: str, prefill: bool
 ) -> None:

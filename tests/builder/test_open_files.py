@@ -17,6 +17,7 @@ from draftmill.builder.requests.client import TargetClient
 from draftmill.builder.requests.failures import OverloadedError
 from tests.builder.generation import generated, history, writer_of
 from tests.fakes.target_server import TargetServer
+from tests.waiting import until
 
 def spare(files):
     before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -31,7 +32,12 @@ async def body(path):
             spare(128 + 40)
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            report = await generated(writer, server, concurrency=100, tries=1)
+            run = asyncio.create_task(generated(writer, server, concurrency=100, tries=1))
+            await until(lambda: server.answered.total() > 0)
+            server.stuck = True  # until nearly as many are there as files allow
+            await until(lambda: server.in_flight > 20)
+            server.stuck = False
+            report = await run
             assert report.outcomes == {"generated": 300}, report
             assert 20 < server.peak_in_flight <= 40, server.peak_in_flight
 

@@ -63,7 +63,7 @@ messages_of_any_chat = st.lists(
 
 
 @given(messages_of_any_chat, st.sampled_from(["", "\n", " \n\n"]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_answer_is_what_it_adds_to_its_prompt(turns: list[tuple[str, str]], white: str) -> None:
     messages = [
         {"role": role, "content": text}

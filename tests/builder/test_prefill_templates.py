@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftmill.builder.requests.prefill import after_turn, given_completion
@@ -127,9 +127,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(messages=talks)
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40)
 def test_the_answer_ends_where_a_server_stops(
     tokenizer: Tokenizer, name: str, messages: list[dict[str, str]]
 ) -> None:
@@ -167,9 +165,7 @@ def test_the_answer_ends_where_a_server_stops(
 
 
 @given(messages=talks)
-@settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=20)
 def test_a_mark_that_is_dropped_later_is_told(
     tokenizer: Tokenizer, messages: list[dict[str, str]]
 ) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftmill.manifests.maintenance import RowFilter, retry, select
@@ -78,9 +78,7 @@ def test_a_stretch_of_bad_prompts_waits_for_a_good_one_in_flight(tmp_path: Path)
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=8)
 @given(
     bad=st.sets(st.integers(0, 39), max_size=39),
     limit=st.integers(0, 12),

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draftmill.builder.generation import servers
@@ -31,7 +31,6 @@ POLICY = RetryPolicy(
 
 
 @given(st.lists(st.sampled_from(KINDS), max_size=30))
-@settings(deadline=None)
 def test_a_request_ends_when_one_kind_is_used_up(kinds: list[type[TransientError]]) -> None:
     left = iter(kinds)
     waits = 0

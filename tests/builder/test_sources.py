@@ -387,7 +387,7 @@ words = st.text(alphabet=st.characters(exclude_categories=("Cs",)), min_size=1).
 values = st.recursive(st.none() | st.booleans() | st.integers() | words, lambda v: st.lists(v))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(words, words), min_size=1, max_size=3),
     st.dictionaries(words.filter(lambda k: k not in ("role", "content")), values, max_size=2),

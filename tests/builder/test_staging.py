@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftmill.builder.extraction import staging as staging_module
@@ -119,9 +119,7 @@ def test_faults_are_named(staging: Staging, fault: str, kind: type[Exception], r
         take(staging, name)
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60)
 @given(
     st.integers(0, 0xFFFF),
     st.integers(0, 599),
@@ -319,7 +317,7 @@ def test_hostile_headers(staging: Staging, raw: bytes) -> None:
         take(staging, name)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_damage_anywhere_in_the_header_is_an_error_of_ours(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftmill.builder.extraction.leftovers import Leftovers
@@ -67,9 +67,7 @@ def _changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return copy
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_value_anywhere_in_a_header(staging: Staging, data: st.DataObject) -> None:  # noqa: F811
     header = {**_HEADER, "__metadata__": {"target_layer_ids": "[1, 2, 3, 4]"}}

@@ -17,7 +17,7 @@ from draftmill.manifests.errors import RejectedError
 from draftmill.manifests.types import StatesTLH, TokenIds
 
 LAYERS = (2, 15, 27, 30)
-some = settings(max_examples=12, deadline=None)
+some = settings(max_examples=12)
 
 
 def sample(tokens: int, hidden: int = 96, seed: int = 0) -> tuple[TokenIds, StatesTLH]:

@@ -37,7 +37,7 @@ def make_states(shape: tuple[int, int, int], seed: int, kind: str) -> NDArray[np
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shape=shapes, seed=seeds, kind=st.sampled_from(["bits", "special", "normal"]))
 def test_lossless_bit_for_bit(name: str, shape: tuple[int, int, int], seed: int, kind: str) -> None:
     states = make_states(shape, seed, kind)
@@ -88,7 +88,7 @@ def test_strides_do_not_matter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_PLANES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(shape=shapes, seed=seeds)
 def test_planes_then_merge_is_decode(name: str, shape: tuple[int, int, int], seed: int) -> None:
     states = make_states(shape, seed, "normal")
@@ -106,7 +106,7 @@ def test_planes_then_merge_is_decode(name: str, shape: tuple[int, int, int], see
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(shape=shapes, seed=seeds, kind=st.sampled_from(["spread", "normal"]))
 def test_worst_case_is_a_bound(
     name: str, shape: tuple[int, int, int], seed: int, kind: str
@@ -139,7 +139,7 @@ def test_compresses_what_compresses() -> None:
 
 
 @given(data=st.binary(max_size=2000))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_blobs_round_trip(data: bytes) -> None:
     frame = codec.compress(data)
     assert codec.decompress(frame, len(data)) == data
@@ -165,7 +165,7 @@ def test_wrong_arrays_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", WITH_PLANES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data(), seed=seeds)
 def test_room_that_is_too_small_is_refused(name: str, data: st.DataObject, seed: int) -> None:
     shape = (70, 2, 65)

@@ -147,7 +147,7 @@ def test_block_count_must_fit() -> None:
         codec.decode_states("em-zfast", payloads[:1], np.zeros((600, 1, 4), np.uint16))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(noise=st.binary(max_size=200), limit=st.integers(0, 500))
 def test_blob_noise(noise: bytes, limit: int) -> None:
     try:

@@ -99,7 +99,7 @@ def finite_states(shape: tuple[int, int, int], seed: int) -> NDArray[np.uint16]:
 lossy_shapes = st.tuples(st.integers(1, 12), st.integers(1, 3), st.integers(1, 200))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shape=lossy_shapes, seed=st.integers(0, 2**32 - 1))
 def test_rot4_decodes_as_documented(shape: tuple[int, int, int], seed: int) -> None:
     num_tokens, num_layers, hidden_size = shape
@@ -121,7 +121,7 @@ def test_rot4_decodes_as_documented(shape: tuple[int, int, int], seed: int) -> N
     assert np.array_equal(out, wanted)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shape=lossy_shapes, seed=st.integers(0, 2**32 - 1))
 def test_rot4_on_torch_is_rot4_on_numpy(shape: tuple[int, int, int], seed: int) -> None:
     torch = pytest.importorskip("torch")
@@ -143,7 +143,7 @@ def test_rot4_on_torch_is_rot4_on_numpy(shape: tuple[int, int, int], seed: int) 
     assert np.array_equal(got[:, :, :hidden_size].contiguous().view(torch.uint16).numpy(), out)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shape=lossy_shapes, seed=st.integers(0, 2**32 - 1))
 def test_rot4_error_is_bounded(shape: tuple[int, int, int], seed: int) -> None:
     """Per token and group: half a step, spread over 64 members, and the fixed point's rounding."""

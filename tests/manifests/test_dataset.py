@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from draftmill.manifests import maintenance
+from draftmill.manifests import writer as writer_module
 from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DatasetError, LockedError, SettingsMismatch
 from draftmill.manifests.maintenance import RowFilter
@@ -335,11 +336,14 @@ def test_verify_finds_what_is_damaged_and_repair_puts_it_back(full: Dataset) -> 
     assert [fault.shard for fault in again.unused] == [damaged.shard]
 
 
-def test_publish_is_rate_limited_and_forced_when_asked(dataset: Dataset) -> None:
+def test_publish_is_rate_limited_and_forced_when_asked(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with dataset.writer() as writer:
         writer.add_prompts(workload.prompts(3))
         writer.publish()
         first = json.loads(dataset.status_path.read_text())["time"]
+        monkeypatch.setattr(writer_module, "_STATUS_EVERY_S", 3600.0)
         writer.publish()
         assert json.loads(dataset.status_path.read_text())["time"] == first
         time.sleep(0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftmill.manifests.dataset import Dataset
@@ -13,9 +13,7 @@ from draftmill.manifests.types import Attempt, Result
 from tests.manifests import workload
 
 
-@settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=6)
 @given(st.text(st.characters(codec=None, exclude_categories=[]), max_size=20))
 def test_any_words_are_committed(tmp_path_factory: object, words: str) -> None:
     _commit(tmp_path_factory.mktemp("d") / "d", words)  # type: ignore[attr-defined]

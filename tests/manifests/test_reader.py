@@ -59,7 +59,7 @@ def stored(root: Path, item: Draft) -> Location:
     return location
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(CODECS),
     st.integers(0, 300),

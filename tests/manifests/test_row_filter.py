@@ -149,7 +149,7 @@ def test_filters_choose_what_they_say(tmp_path: Path) -> None:
     with dataset.reader() as reader:
 
         @given(filters)
-        @settings(max_examples=150, deadline=None)
+        @settings(max_examples=150)
         def check(chosen: RowFilter) -> None:
             matches, unknown = maintenance.matching(reader.manifest, chosen)
             assert ([match.id for match in matches], unknown) == plainly(rows, chosen)

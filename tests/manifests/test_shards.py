@@ -133,7 +133,7 @@ def test_a_record_larger_than_a_shard_gets_its_own(folder: Path, tmp_path: Path)
     assert (out == states[:700]).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_flipped_bit_never_goes_unseen(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -198,7 +198,7 @@ def test_hostile_headers_give_an_error(folder: Path, change: dict) -> None:
         record.parse(head, 0, 100)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=300))
 def test_random_bytes_are_no_record(junk: bytes) -> None:
     for data in (junk, record.MAGIC + junk):

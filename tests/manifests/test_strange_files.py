@@ -58,7 +58,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return made(tmp_path_factory.mktemp("whole"))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.data())
 def test_a_wrong_header_length_costs_no_sample(
     whole: Dataset, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -84,7 +84,7 @@ def faults_of(ground: Ground, region: Region, at: int, bit: int) -> list[Fault]:
     return [*report.damaged, *report.unused]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_every_flipped_bit_is_found_and_names_its_sample(
     ground: Ground, data: st.DataObject

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from draftmill.manifests.errors import DraftmillError
+from draftmill.tools.bench import generate
+from draftmill.tools.bench.fake_server import fake_server
 from draftmill.tools.bench.figures import Figure
 from draftmill.tools.bench.generate import ThroughputBench, bench_throughput
 from draftmill.tools.bench.manifest import ManifestBench, bench_manifest
@@ -26,8 +30,10 @@ def test_manifest() -> None:
 
 
 @pytest.mark.slow
-def test_throughput() -> None:
-    bench = ThroughputBench(prompts=3000, client_requests=100, status_every_s=1.0)
+def test_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run says every 3 s how far it is: this server's answers take 20 s on any machine."""
+    monkeypatch.setattr(generate, "fake_server", partial(fake_server, latency_s=0.5))
+    bench = ThroughputBench(prompts=40 * 64, concurrency=64, client_requests=64, status_every_s=1.0)
     found = by_name(bench_throughput(bench))
     for name in ("generate.completions_per_s", "generate.peak_rss_mb", "status.worst_s"):
         assert found[name]["value"] > 0
@@ -37,13 +43,14 @@ def test_throughput() -> None:
 
 @pytest.mark.slow
 def test_a_run_that_is_over_at_once_gives_no_figures() -> None:
+    """Two prompts are two commits at most, and nothing is said between commits."""
     with pytest.raises(DraftmillError, match="more prompts"):
-        bench_throughput(ThroughputBench(prompts=20, client_requests=10))
+        bench_throughput(ThroughputBench(prompts=2, client_requests=10))
 
 
 @pytest.mark.slow
 def test_story() -> None:
-    found = by_name(bench_story(StoryBench(scale=300, prompts=120)))
+    found = by_name(bench_story(StoryBench(scale=60, prompts=120)))
     for name in ("no_deadline", "draftmill_timeout", "draftmill_auto"):
         assert found[f"{name}.lost"]["value"] == 0
     assert found["plain_timeout.lost"]["unit"] == "%"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from draftmill.manifests.dataset import Dataset
@@ -63,9 +63,7 @@ def ends(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str
     return ended.value.code, seen.out, seen.err
 
 
-@settings(
-    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=250)
 @given(
     st.dictionaries(st.sampled_from(OPTIONS), st.sampled_from(NUMBERS), min_size=1),
     st.lists(

@@ -268,7 +268,7 @@ def test_what_sglang_would_read_otherwise_is_told() -> None:
 
 
 @given(st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_rows_follow_their_token_into_another_vocabulary(
     target: TargetModel, draw: st.DataObject
 ) -> None:

@@ -11,8 +11,9 @@ from draftmill.trainer import interrupt
 from draftmill.trainer.interrupt import interruptible
 
 
-def test_signals_of_one_moment_are_one() -> None:
+def test_signals_of_one_moment_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun sends on what the terminal has sent already."""
+    monkeypatch.setattr(interrupt, "_ONE_MOMENT_S", 3600.0)
     before = signal.getsignal(signal.SIGTERM)
     with interruptible() as stop:
         assert not stop()

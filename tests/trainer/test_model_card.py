@@ -125,7 +125,7 @@ def test_counts_are_those_of_the_plan(mixed: Path, target: TargetModel) -> None:
 NAMES = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_size=20)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.dictionaries(NAMES, st.floats(0, 1), min_size=1, max_size=4))
 def test_measurements_replace_measurements_and_nothing_else(sources: dict[str, float]) -> None:
     counts = np.ones(tiny.VOCAB, np.int64)

@@ -26,7 +26,7 @@ from tests.trainer import tiny
 
 
 @pytest.mark.parametrize("name", codec.CODECS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     shape=st.tuples(st.integers(1, 90), st.integers(1, 3), st.integers(1, 150)),
     seed=st.integers(0, 2**32 - 1),

@@ -77,7 +77,7 @@ def test_a_config_with_any_value_anywhere(
     number = iter(range(10_000))
 
     @given(st.sampled_from(places), ODD)
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck))
     def check(place: tuple[str, ...], value: Any) -> None:
         changed = json.loads(json.dumps(config))
         part = changed if len(place) == 1 else changed[place[0]]

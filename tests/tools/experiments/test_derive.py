@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftmill.manifests.codec import codec
@@ -90,9 +90,7 @@ def test_the_trainer_sees_the_same_samples_in_the_same_order(
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=8)
 @given(cuts=st.dictionaries(st.integers(1, COUNT), st.integers(1, 60), min_size=1, max_size=20))
 def test_shortened_samples_are_prefixes(
     tmp_path_factory: pytest.TempPathFactory,
