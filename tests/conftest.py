@@ -1,4 +1,4 @@
-"""What every test shares: nothing reaches a hub, and nobody is late on a slow machine."""
+"""What every test shares: no hub, nothing of whoever runs it, and patience with slow machines."""
 
 from __future__ import annotations
 
@@ -13,6 +13,24 @@ E2E_TIMEOUT_S = 1800  # loading a model and compiling on two busy cores; a hang 
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):
     os.environ[name] = "1"
+
+# The terminal, the keys and the processes of whoever runs the tests are no part of them.
+for name in (
+    "CLICOLOR_FORCE",
+    "FORCE_COLOR",
+    "NO_COLOR",
+    "TTY_COMPATIBLE",
+    "TTY_INTERACTIVE",
+    "DRAFTMILL_API_KEY",
+    "OPENAI_API_KEY",
+    "VLLM_API_KEY",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_RANK",
+):
+    os.environ.pop(name, None)
+os.environ |= {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
 
 # An example takes as long as it takes on a slow machine, and fixtures of a test serve all its
 # examples where it makes what it looks at anew.

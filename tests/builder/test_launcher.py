@@ -162,19 +162,22 @@ async def test_no_vllm_is_one_clear_line(folder: Path, tmp_path: Path) -> None:
 
 
 @in_loop
-async def test_waiting_is_told(python: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_is_told(
+    python: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launcher, "_SAY_EVERY_S", 0.1)
-    monkeypatch.setenv("FAKE_VLLM_LOADS_S", "1")
+    monkeypatch.setenv("FAKE_VLLM_LOADS_UNTIL", str(tmp_path / "loaded"))
     lines: list[str] = []
+
+    def said(line: str) -> None:
+        lines.append(line)
+        if line.endswith("Loading weights"):
+            (tmp_path / "loaded").touch()
+
     async with Server.generation(
-        "m",
-        ServeSettings(python=python),
-        name="m",
-        run_folder=folder,
-        on_wait=lines.append,
+        "m", ServeSettings(python=python), name="m", run_folder=folder, on_wait=said
     ):
         pass
-    assert any(line.endswith("Loading weights") for line in lines)
     assert "ready after" in lines[-1]
 
 

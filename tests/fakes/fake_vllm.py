@@ -2,6 +2,7 @@
 
 Behaves as the environment says:
   FAKE_VLLM_LOADS_S=0.5      seconds before it listens
+  FAKE_VLLM_LOADS_UNTIL=FILE listens once this file is there
   FAKE_VLLM_DIES="text"      prints a traceback that ends in this text and exits with code 1
   FAKE_VLLM_STUBBORN=1       ignores SIGTERM
   FAKE_VLLM_WORKER=1         starts a child that lives in a loop and ignores SIGTERM
@@ -51,6 +52,8 @@ def main(arguments: list[str]) -> None:
             main.shared = mmap.mmap(file.fileno(), 4096)  # type: ignore[attr-defined]
     print("(APIServer pid=11) INFO 11-29 15:00:01 [model.py:1] Loading weights", flush=True)
     time.sleep(float(environment.get("FAKE_VLLM_LOADS_S", "0")))
+    while not os.path.exists(environment.get("FAKE_VLLM_LOADS_UNTIL", "/")):
+        time.sleep(0.01)
     if text := environment.get("FAKE_VLLM_DIES"):
         sys.exit(TRACEBACK.format(text=text))
     served = environment.get("FAKE_VLLM_NAME") or options["--served-model-name"]

@@ -98,7 +98,7 @@ def _hold(path: Path, ready, done) -> None:  # runs in a process of its own
     with Dataset(path).writer(**workload.SIZES) as writer:
         writer.publish(snapshot=True, running={"stage": "test"})
         ready.set()
-        done.wait(30)
+        done.wait(240)
 
 
 def test_readers_work_while_another_process_writes(full: Dataset) -> None:
@@ -107,7 +107,7 @@ def test_readers_work_while_another_process_writes(full: Dataset) -> None:
     process = context.Process(target=_hold, args=(full.path, ready, done))
     process.start()
     try:
-        assert ready.wait(60)
+        assert ready.wait(240)
         with full.reader() as reader:
             assert reader.writer_pid == process.pid
             assert reader.summary()["running"] == {"stage": "test"}
@@ -117,7 +117,7 @@ def test_readers_work_while_another_process_writes(full: Dataset) -> None:
         assert states == 3
     finally:
         done.set()
-        process.join(30)
+        process.join(240)
 
 
 def test_settings_that_changed_are_named(dataset: Dataset) -> None:

@@ -38,7 +38,7 @@ class Zygote:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(120)
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,8 @@ def test_manifest() -> None:
 @pytest.mark.slow
 def test_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run says every 3 s how far it is: this server's answers take 20 s on any machine."""
-    monkeypatch.setattr(generate, "fake_server", partial(fake_server, latency_s=0.5))
-    bench = ThroughputBench(prompts=40 * 64, concurrency=64, client_requests=64, status_every_s=1.0)
+    monkeypatch.setattr(generate, "fake_server", partial(fake_server, latency_s=0.8))
+    bench = ThroughputBench(prompts=25 * 64, concurrency=64, client_requests=64)
     found = by_name(bench_throughput(bench))
     for name in ("generate.completions_per_s", "generate.peak_rss_mb", "status.worst_s"):
         assert found[name]["value"] > 0

@@ -54,7 +54,7 @@ def running(server: TargetServer) -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(120)
     try:
         yield server.url
     finally:

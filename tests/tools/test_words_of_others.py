@@ -170,6 +170,7 @@ def test_a_live_view_of_them(tmp_path: Path) -> None:
             stdout=child,
             stderr=child,
             stdin=child,
+            env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "90", "LINES": "30"},
         )
         os.close(child)
         seen = b""

@@ -97,7 +97,7 @@ class Run:
     def wait(self) -> list[dict]:
         """What each process found out; fails with the words of one that failed."""
         try:
-            ends = [process.communicate(timeout=240) for process in self.processes]
+            ends = [process.communicate(timeout=600) for process in self.processes]
         finally:
             for process in self.processes:
                 process.kill()
@@ -197,7 +197,7 @@ def test_a_refusal_of_one_is_that_of_all(
     whole, dataset: Path, target: TargetModel, tmp_path: Path
 ) -> None:
     run = Run(2, dataset, target, whole[0], lr=1e-4)
-    ends = [process.communicate(timeout=240) for process in run.processes]
+    ends = [process.communicate(timeout=600) for process in run.processes]
     for process, (_, err) in zip(run.processes, ends, strict=True):
         assert process.returncode == 1
         assert "holds a run with other settings" in err

@@ -319,7 +319,7 @@ def test_drafts_are_trained_by_the_command_and_only_once(
     assert "2 of 2 drafts are trained already" in capsys.readouterr().err
 
 
-LONG = replace(SIZE, seeds=1, steps=16)
+LONG = replace(SIZE, seeds=1, steps=64)
 
 
 def train_until_stopped(root: str, model: str) -> None:
@@ -341,7 +341,7 @@ def test_stopped_training_is_saved_and_goes_on(make_work: MakeWork, tmp_path: Pa
     folder = drafts.draft_folder(work, experiment.drafts[0])
     while not any(each["kind"] == "train" for each in read_log(folder / "log.jsonl")):
         assert process.poll() is None
-        time.sleep(0.1)
+        time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     assert process.wait() != 0
     stopped = read_log(folder / "log.jsonl")[-1]
