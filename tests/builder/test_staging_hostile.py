@@ -134,14 +134,16 @@ def test_things_in_the_place_of_files(staging: Staging, thing: str, companion: s
 
 @contextmanager
 def nobody() -> Iterator[None]:
-    os.seteuid(65534)
+    try:
+        os.seteuid(65534)
+    except OSError as error:  # not root, or a root of containers that may do little
+        pytest.skip(f"cannot become somebody else: {error.strerror}")
     try:
         yield
     finally:
         os.seteuid(0)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_files_of_another_user_are_told_as_what_they_are(staging: Staging) -> None:  # noqa: F811
     staging.folder.chmod(0o755)
     name = put(staging)
