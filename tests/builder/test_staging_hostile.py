@@ -152,13 +152,15 @@ def test_files_of_another_user_are_told_as_what_they_are(staging: Staging) -> No
     with nobody(), pytest.raises(ConfigError, match="must run as the same user"):
         take(staging, name)
     path.chmod(0o644)
+    lock = staging.folder / f"{name}.lock"
+    lock.chmod(0o644)
     with nobody():
         take(staging, name)
         with pytest.raises(ConfigError, match=r"cannot be deleted.*must run as the same user"):
             staging.remove(name)
         with pytest.raises(ConfigError, match="cannot be deleted"):
             staging.sweep((), max_age_s=0.0)
-    (staging.folder / f"{name}.lock").chmod(0o600)
+    lock.chmod(0o600)
     with nobody(), pytest.raises(ConfigError, match="cannot be read"):
         wait(staging, name)
 

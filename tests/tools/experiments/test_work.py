@@ -319,7 +319,7 @@ def test_drafts_are_trained_by_the_command_and_only_once(
     assert "2 of 2 drafts are trained already" in capsys.readouterr().err
 
 
-LONG = replace(SIZE, seeds=1, steps=64)
+LONG = replace(SIZE, seeds=1, steps=32)
 
 
 def train_until_stopped(root: str, model: str) -> None:
