@@ -149,7 +149,7 @@ def test_requests_that_hang_are_given_up_and_asked_again(tmp_path: Path) -> None
             async with TargetServer(**SLOW) as server:
                 server.plan(messages(3), ["hang"])
                 server.plan(messages(7), ["hang", "hang"])
-                report = await generated(writer, server, min_deadline_s=0.3, lost_s=0.5)
+                report = await generated(writer, server, min_deadline_s=1.0, lost_s=1.5)
                 assert report.outcomes["generated"] == 60
                 assert states(writer) == {"generated": 60}
                 assert server.count(messages(3)) == 2
