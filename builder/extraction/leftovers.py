@@ -14,7 +14,6 @@ from draftmill.builder.extraction.staging import Staging
 
 SWEEP_S = 2.0
 _LAST_SWEEPS_S = 0.1
-_LAST_MOMENT_S = 0.3
 
 
 class Leftovers:
@@ -53,15 +52,15 @@ class Leftovers:
             await asyncio.sleep(SWEEP_S)
 
     async def finish(self, wait_s: float) -> None:
-        """The last sweeps of a run; the next run deletes what comes later.
+        """The last sweeps of a run: nothing is waited for any more, and no file of ours shall stay.
 
-        Waits at most `wait_s` for files that are being written, and a moment for others.
+        Waits at most `wait_s` for files that are being written or may still come: a server may
+        finish a step that it was in when its request was given up.
         """
+        self.live.clear()
         start = time.monotonic()
         while True:
-            waited = time.monotonic() - start
-            if not self.sweep() and (not self._held or waited >= _LAST_MOMENT_S):
-                return
-            if waited >= wait_s:
+            settled = not self.sweep() and not self._held
+            if settled or time.monotonic() - start >= wait_s:
                 return
             await asyncio.sleep(_LAST_SWEEPS_S)

@@ -51,7 +51,9 @@ class ExtractSettings:
         3600.0, "Stop after so many seconds without any server; big models load for long."
     )
     stop_after_bad: int = setting(
-        16, "Stop when so many samples in a row fail or are rejected. 0: never."
+        16,
+        "Use a server no more when so many of its samples in a row fail or are rejected; their "
+        "rows go to the other servers, or stay generated. 0: never.",
     )
     stop_grace_s: float = setting(
         5.0, "After the first Ctrl-C, wait so long for samples that are about to arrive."

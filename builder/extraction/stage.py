@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from draftmill.builder.budget import Budget
 from draftmill.builder.commit import Committer
+from draftmill.builder.extraction.bad_servers import BAD, BadServers
 from draftmill.builder.extraction.canary import Canary
 from draftmill.builder.extraction.intake import Layers
 from draftmill.builder.extraction.leftovers import Leftovers
@@ -26,7 +27,6 @@ from draftmill.builder.extraction.servers import ExtractServers
 from draftmill.builder.extraction.settings import ExtractSettings
 from draftmill.builder.extraction.staging import Staging
 from draftmill.builder.extraction.watch import CanaryWatch
-from draftmill.builder.held_back import HeldBack
 from draftmill.builder.progress import OnProgress, Progress, RateMeter, StageReport
 from draftmill.builder.requests.client import TargetClient
 from draftmill.builder.stop import StopSignals, stoppable
@@ -34,16 +34,15 @@ from draftmill.manifests.codec_error import ErrorSums
 from draftmill.manifests.errors import BudgetError, ServerError
 from draftmill.manifests.layout import Layout
 from draftmill.manifests.target.target import TargetModel
-from draftmill.manifests.types import GeneratedSample, Outcome, Result, State
+from draftmill.manifests.types import GeneratedSample, Result, State
 
 __all__ = ["ExtractSettings", "ExtractWriter", "Layers", "extract"]
 
 log = logging.getLogger(__name__)
 
 PAGE_ROWS = 64
-BAD: tuple[Outcome, ...] = ("rejected", "failed", "timed_out")
 SHOW_S = 2.0
-# How long the last files of requests that were given up are waited for.
+# How long files of requests that were given up at the end are waited for.
 LAST_SWEEP_S = 3.0
 
 
@@ -76,14 +75,16 @@ async def extract(
     """Extracts until no row is `generated`, the budget is full, a signal comes or nothing helps.
 
     `layers` are those that the server was started with. With the weights of `target` the canary
-    compares and a lossy codec is measured; `say` gets the canary's findings. Raises ServerError,
+    compares and a lossy codec is measured; `say` gets the canary's findings and the servers that
+    are given up. Raises ServerError,
     SettingsMismatch or ConfigError before the first request when servers, settings, weights or the
     staging folder do not fit. A first SIGINT or SIGTERM keeps what arrives within a short grace,
     a second ends at once. Rows in flight stay `generated`.
     """
-    canary = Canary(target, layers, settings, say or log.warning)
+    say = say or log.warning
+    canary = Canary(target, layers, settings, say)
     precision = Precision(settings.codec, layers.layer_ids, target)
-    stage = _Stage(writer, settings, canary, budget, on_progress, precision)
+    stage = _Stage(writer, settings, canary, budget, on_progress, precision, say)
     with stoppable(stage.report) as signals:
         await stage.run(urls, model, staging, signals)
     return stage.report
@@ -98,6 +99,7 @@ class _Stage:
         budget: Budget,
         on_progress: OnProgress | None,
         precision: Precision,
+        say: Callable[[str], None],
     ) -> None:
         self.report = StageReport(stage="extract")
         self._writer = writer
@@ -113,7 +115,7 @@ class _Stage:
         self._halted = asyncio.Event()
         self._error: BaseException | None = None
         self._rates = RateMeter()
-        self._held_back = HeldBack(settings.stop_after_bad, BAD, "extract")
+        self._say = say
         if budget.staging_limit_bytes is None:
             budget.staging_limit_bytes = settings.staging_bytes
 
@@ -132,6 +134,7 @@ class _Stage:
                 note=self._note,
             )
             stack.push_async_callback(servers.aclose)
+            self._bad = BadServers(servers, settings.stop_after_bad, self._say)
             served = await servers.connect()
             num_threads = settings.encode_threads or min(8, os.cpu_count() or 1)
             threads = ThreadPoolExecutor(num_threads, thread_name_prefix="draftmill-encode")
@@ -151,7 +154,6 @@ class _Stage:
                 halt=self._halt,
                 note=self._note,
             )
-            stack.push_async_callback(watch.aclose)
             runner = SampleRunner(
                 servers=servers,
                 staging=staging,
@@ -173,10 +175,9 @@ class _Stage:
             except BudgetError as error:
                 self._failed(error)
             finally:
-                leftovers.live.clear()
-                leftovers.sweep()
-            if not signals.forced:
-                await leftovers.finish(LAST_SWEEP_S)
+                # Whatever ended it; a second signal alone does not wait.
+                await watch.aclose()
+                await leftovers.finish(0.0 if signals.forced else LAST_SWEEP_S)
 
     async def _commit_all(self, runner: SampleRunner, served: str, signals: StopSignals) -> None:
         async with self._committer:
@@ -197,7 +198,7 @@ class _Stage:
             if self._error is not None:
                 raise self._error
             if self.report.stopped is None:
-                await self._release_bad()
+                await self._put_all(self._bad.release())
 
     # -- claiming --------------------------------------------------------------------------------
 
@@ -236,18 +237,24 @@ class _Stage:
         """Starts a job for every generated row, in id order, as slots become free.
 
         The cursor is all that is remembered: what is in flight is `generated` for the next run.
+        Rows of servers that were given up are `generated`, too, and are started once more.
         """
         slots = asyncio.Semaphore(self._settings.concurrency * len(runner.servers.servers))
-        cursor = 0
-        while page := await self._committer.call(self._writer.generated, cursor, PAGE_ROWS):
-            for sample in page:
-                await slots.acquire()
-                job = asyncio.create_task(self._job(runner, sample, slots))
-                self._jobs.add(job)
-                job.add_done_callback(self._jobs.discard)
-            cursor = page[-1].id
-        while self._jobs:
-            await asyncio.wait(self._jobs)
+        spared = True
+        while spared:
+            cursor = 0
+            while page := await self._committer.call(self._writer.generated, cursor, PAGE_ROWS):
+                for sample in page:
+                    await slots.acquire()
+                    job = asyncio.create_task(self._job(runner, sample, slots))
+                    self._jobs.add(job)
+                    job.add_done_callback(self._jobs.discard)
+                cursor = page[-1].id
+            while self._jobs:
+                await asyncio.wait(self._jobs)
+            if spared := self._bad.spared():
+                await self._put_all(self._bad.release())
+                await self._committer.flush()
 
     async def _job(
         self, runner: SampleRunner, sample: GeneratedSample, slots: asyncio.Semaphore
@@ -271,19 +278,17 @@ class _Stage:
     async def _deliver(
         self, result: Result, payload_bytes: int, then: Callable[[], None] | None
     ) -> None:
-        """To the committer; but what is bad is held back until something good comes after it."""
-        if self._held_back.takes(result):
-            if (reason := self._held_back.reason) is not None:
-                self._halt(reason)
+        """To the committer; but what is bad is held back until its server sends something good."""
+        if self._bad.takes(result):
             return
         if result.attempt.outcome == "extracted":
-            await self._release_bad()
+            await self._put_all(self._bad.answered(result))
         await self._committer.put(result, payload_bytes=payload_bytes, then=then)
         if self._budget.is_awaited:
             self._committer.kick()
 
-    async def _release_bad(self) -> None:
-        for result in self._held_back.release():
+    async def _put_all(self, held: Sequence[Result]) -> None:
+        for result in held:
             await self._committer.put(result)
 
     def _halt(self, reason: str) -> None:

@@ -41,6 +41,7 @@ STATE_FAULTS = (
     "absolute",  # a path somewhere else
     "symlink",  # the file is a link to one outside
     "hang_after_write",  # the file is there, the reply never comes
+    "late",  # no reply; the file comes after the client has gone, from the step that was running
 )
 
 
@@ -74,7 +75,7 @@ class StagedWriter:
         folder = Path(options.staging)
         path = folder / f"cmpl-{name}-0-{next(self._number):08x}.safetensors"
         lock = -1
-        if fault != "no_lock":
+        if fault not in ("no_lock", "late"):
             lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
             fcntl.flock(lock, fcntl.LOCK_EX)
         if fault == "no_lock":
@@ -105,6 +106,8 @@ class StagedWriter:
         states: NDArray[np.uint16] | None,
     ) -> None:
         try:
+            if fault == "late":
+                time.sleep(options.slow_write_s)
             if fault == "no_file":
                 return
             data = toy.hidden_states_file(token_ids, options.layers, options.hidden, fault, states)

@@ -293,6 +293,11 @@ class TargetServer:
                     choice["prompt_logprobs"] = log_probs
             if options.staging is not None:
                 name = request.headers.get("X-Request-Id") or key[:12]
+                if fault == "late":
+                    try:
+                        await asyncio.sleep(3600)
+                    finally:
+                        self.staged.write(options, name, ids, fault, states)
                 path = self.staged.write(options, name, ids, fault, states)
                 reply["kv_transfer_params"] = path and {"hidden_states_path": path}
             if fault == "hang_after_write":
