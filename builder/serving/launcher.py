@@ -1,7 +1,7 @@
 """Runs vLLM servers: starts one, waits until it is ready, finds it again after a crash, stops it.
 
-What the command line is made of belongs to `vllm_command`, processes and signals to `processes`,
-files in the run folder to `server_files`, requests to `client`.
+What the command line is made of belongs to `command`, processes and signals to `processes`, files
+in the run folder to `state`, other files to `leavings`, requests to `client`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TypeVar
 import aiohttp
 
 from draftmill.builder.requests.api_key import api_key
-from draftmill.builder.serving import processes
+from draftmill.builder.serving import leavings, processes
 from draftmill.builder.serving.command import (
     CONNECTOR_MODULE,
     KINDS,
@@ -240,6 +240,7 @@ class Server:
     def _launch(self, command: list[str], environment: dict[str, str]) -> None:
         check_free(self._port)
         self._mark = secrets.token_hex(16)
+        temp = leavings.temporary_folder(self._mark)
         # first the state, then the process: killed in between, the mark still finds it
         self.files.write(
             ServerState(
@@ -247,9 +248,12 @@ class Server:
                 port=self._port,
                 fingerprint=fingerprint(command, environment),
                 command=command,
+                temp_folder=str(temp),
             )
         )
-        whole = {**os.environ, **environment, **processes.KEEP_MARK, processes.MARK: self._mark}
+        temp.mkdir(mode=0o700)
+        whole = {**os.environ, **environment, **leavings.temporary_environment(temp)}
+        whole |= {**processes.KEEP_MARK, processes.MARK: self._mark}
         # two or three processes import the same thousands of modules: let them keep the bytecode
         whole.pop("PYTHONDONTWRITEBYTECODE", None)
         with self.files.log_path.open("wb") as log:
@@ -284,6 +288,7 @@ class Server:
                 f"the server at {self.url} serves {', '.join(names)}, not {self.spec.name}; "
                 f"its log is {self.files.log_path}"
             )
+        await _to_the_end(leavings.note_shared_memory, self.files, self._mark)
         self._on_wait(f"{self.spec.kind} server ready after {time.monotonic() - started:.0f} s")
 
     async def _served(self, session: aiohttp.ClientSession) -> list[str] | None:
@@ -327,6 +332,9 @@ async def stop_leftovers(
 def _end(server: ServerFiles, mark: str) -> None:
     """Ends the processes, then forgets them: in this order, so that a kill leaves no orphan."""
     processes.end(mark, _GRACE_S)
+    state = server.read()
+    if state is not None and state.mark == mark:
+        leavings.remove(mark, state.temp_folder, state.shared_memory)
     server.forget()
 
 

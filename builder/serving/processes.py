@@ -21,7 +21,7 @@ MARK = "DRAFTMILL_SERVER"
 # unless it is told not to.
 KEEP_MARK = {"SPT_NOENV": "1"}
 
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 _DELETED = " (deleted)"
 
 
@@ -110,7 +110,7 @@ def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
             names |= {each.path for each in process.open_files()}
             for name in names:
                 path = Path(re.sub(re.escape(_DELETED) + "$", "", name))
-                if path.is_relative_to(_SHARED_MEMORY):
+                if path.is_relative_to(SHARED_MEMORY):
                     about = path.stat()
                     if about.st_uid == os.getuid() and about.st_ctime >= born - 1.0:
                         found.add(path)

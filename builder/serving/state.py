@@ -12,7 +12,7 @@ import os
 import random
 import socket
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from draftmill.builder.serving.command import Kind
@@ -24,12 +24,15 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class ServerState:
-    """What is needed to find a server again and to know whether it is the one that is wanted."""
+    """What is needed to find a server again, to know whether it is the one that is wanted, and to
+    sweep up after it. `shared_memory` is known once it is ready."""
 
     mark: str
     port: int
     fingerprint: str
     command: list[str]
+    temp_folder: str
+    shared_memory: list[str] = field(default_factory=list)
 
 
 class ServerFiles:

@@ -18,7 +18,7 @@ import aiohttp
 import psutil
 import pytest
 
-from draftmill.builder.serving import launcher, processes
+from draftmill.builder.serving import launcher, leavings, processes
 from draftmill.builder.serving.launcher import Server, ServerSpec, ServeSettings, stop_leftovers
 from draftmill.builder.serving.state import ServerFiles, ServerState, free_port
 from draftmill.manifests.errors import ServerError
@@ -215,6 +215,66 @@ async def test_what_does_not_want_to_end_is_killed(
     assert not shared.exists()
 
 
+async def ended(server: Server, how: str) -> None:
+    """In order; killed; or by the next draftmill, after this one was killed."""
+    if how == "killed":
+        os.killpg(server.pid, signal.SIGKILL)
+        await server.died()
+    if how == "left and killed":
+        os.killpg(server.pid, signal.SIGKILL)
+        os.close(server._lock_fd or 0)
+        server._mark, server._lock_fd = "", None
+        await asyncio.to_thread(eventually, lambda: not server.alive())
+        await stop_leftovers(server.files.folder)
+    await server.stop()
+
+
+@pytest.mark.parametrize("parent", ["short", "longer-than-the-address-of-a-socket-" + 60 * "x"])
+@pytest.mark.parametrize("how", ["stopped", "killed", "left and killed"])
+@in_loop
+async def test_what_is_temporary_goes_however_it_ends(
+    python: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    parent: str,
+) -> None:
+    shared = Path("/dev/shm") / f"draftmill-test-{os.getpid()}"
+    (tmp_path / parent).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / parent))
+    monkeypatch.setenv("FAKE_VLLM_SHARED", shared.name)
+    monkeypatch.setenv("FAKE_VLLM_SOCKET", "1")
+    server = await generation(python, folder).start()
+    state = server.files.read()
+    assert state is not None
+    temp = Path(state.temp_folder)
+    assert {len(each.name) for each in temp.iterdir()} == {36, len("vllm_dist_1")}
+    assert temp.stat().st_mode & 0o077 == 0
+    assert state.shared_memory == [str(shared)]
+    await ended(server, how)
+    assert not temp.exists()
+    assert not shared.exists()
+    assert not server.files.state_path.exists()
+
+
+def test_only_its_own_is_removed(tmp_path: Path) -> None:
+    """Whatever the state says, which is a file like any other."""
+    mine, precious = tmp_path / f"draftmill-{'a' * 12}", tmp_path / "precious"
+    for each in (mine, precious):
+        each.mkdir()
+        (each / "file").touch()
+    link = tmp_path / "links" / mine.name
+    link.parent.mkdir()
+    link.symlink_to(precious)
+    for named in (precious, tmp_path, link, Path(), Path("/")):
+        leavings.remove("a" * 32, str(named), [str(precious / "file"), "/etc/passwd", ""])
+    assert (precious / "file").exists()
+    assert (mine / "file").exists()
+    leavings.remove("a" * 32, str(mine), [])
+    assert not mine.exists()
+
+
 @pytest.mark.parametrize("loads_s", ["0", "2"], ids=["ready", "still loading"])
 @in_loop
 async def test_found_again_after_draftmill_was_killed(
@@ -267,7 +327,7 @@ async def test_workers_whose_parent_died_are_ended(
 async def test_state_of_a_server_that_never_started(python: str, folder: Path) -> None:
     folder.mkdir()
     left = ServerFiles(folder, "generate")
-    left.write(ServerState(mark="never", port=1, fingerprint="x", command=[]))
+    left.write(ServerState(mark="never", port=1, fingerprint="x", command=[], temp_folder=""))
     async with generation(python, folder) as server:
         assert not server.reused
     left.state_path.write_text('{"mark": 3')

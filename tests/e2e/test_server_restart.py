@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,7 @@ from draftmill.builder.serving.command import (
     vllm_engine,
 )
 from draftmill.builder.serving.launcher import ServeSettings, free_port
+from draftmill.builder.serving.leavings import temporary_environment, temporary_folder
 from draftmill.tools.demo.embedded import MODEL_NAME
 from tests.builder.generation import completions, history, states, writer_of
 
@@ -35,6 +38,9 @@ def running(model: Path, port: int, folder: Path) -> Iterator[None]:
     engine = vllm_engine()
     spec = ServerSpec(kind="generate", model=str(model), name=MODEL_NAME, settings=SETTINGS)
     extra = serve_environment(spec, engine=engine, connector_folder=folder)
+    temporary = temporary_folder(uuid.uuid4().hex)
+    temporary.mkdir(mode=0o700)
+    extra |= temporary_environment(temporary)
     with (folder / "server.log").open("ab") as log:
         server = subprocess.Popen(
             serve_command(spec, engine=engine, port=port),
@@ -56,6 +62,7 @@ def running(model: Path, port: int, folder: Path) -> Iterator[None]:
         psutil.wait_procs(family, timeout=30)
         for name in shared:
             Path(name).unlink(missing_ok=True)
+        shutil.rmtree(temporary)
 
 
 def shared_memory(pid: int) -> set[str]:

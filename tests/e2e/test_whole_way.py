@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,18 @@ print(demo.summary(Path(sys.argv[1]), demo.run_demo(Path(sys.argv[1]), size)))
 class Job:
     """The demo in a process of its own, killed when a moment has come."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, temporary: Path) -> None:
         self.folder = folder
+        self.environment = {**os.environ, "TMPDIR": str(temporary)}
         self.log = folder.parent / "log"
 
     def start(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(self.folder)], stdout=log, stderr=log
+                [sys.executable, "-c", PROGRAM, str(self.folder)],
+                env=self.environment,
+                stdout=log,
+                stderr=log,
             )
 
     def kill_when(self, moment: Callable[[], bool]) -> None:
@@ -70,10 +75,32 @@ def _records(folder: Path) -> Callable[[], bool]:
     return lambda: sum(path.stat().st_size for path in list_shards(folder).values()) > 40_000
 
 
+def _left_behind(temporary: Path) -> set[str]:
+    """Sockets and folders of servers, and what Python shares between processes."""
+    found = {str(each) for each in temporary.rglob("*") if each.is_socket()}
+    found |= {str(each) for each in temporary.glob("draftmill-*")}
+    found |= {str(each) for each in temporary.glob("vllm_dist_*")}
+    return found | {str(each) for each in Path("/dev/shm").glob("psm_*")}
+
+
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def temporary() -> Iterator[Path]:
+    """Short: names of sockets go behind it. What is in there at the end is a test's to say."""
+    with tempfile.TemporaryDirectory(prefix="dm-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def shared_before() -> set[str]:
+    return {str(each) for each in Path("/dev/shm").glob("psm_*")}
+
+
+@pytest.fixture(scope="module")
+def done(
+    tmp_path_factory: pytest.TempPathFactory, temporary: Path, shared_before: set[str]
+) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    job = Job(folder)
+    job = Job(folder, temporary)
     job.kill_when(_records(folder / "dataset/completions"))
     job.kill_when(_grown(folder / "dataset/hidden_states"))
     job.finish()
@@ -87,6 +114,12 @@ def test_the_summary_has_every_figure(done: tuple[Path, str]) -> None:
         assert word in log
     facts = demo.Log(folder / "demo.json").facts
     assert facts["eval_trained"]["drafts"] > 50
+
+
+@pytest.mark.usefixtures("done")
+def test_servers_leave_nothing_on_the_machine(temporary: Path, shared_before: set[str]) -> None:
+    """Though draftmill was killed under each of them."""
+    assert _left_behind(temporary) <= shared_before
 
 
 def test_no_prompt_was_lost_or_answered_twice(done: tuple[Path, str]) -> None:

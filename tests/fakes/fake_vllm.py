@@ -7,6 +7,7 @@ Behaves as the environment says:
   FAKE_VLLM_STUBBORN=1       ignores SIGTERM
   FAKE_VLLM_WORKER=1         starts a child that lives in a loop and ignores SIGTERM
   FAKE_VLLM_SHARED=NAME      keeps /dev/shm/NAME mapped and never removes it
+  FAKE_VLLM_SOCKET=1         listens on a socket in VLLM_RPC_BASE_PATH and never removes it
   FAKE_VLLM_NAME=NAME        serves this model instead of the one it was asked for
 """
 
@@ -17,9 +18,11 @@ import json
 import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -50,6 +53,10 @@ def main(arguments: list[str]) -> None:
         path.write_bytes(bytes(4096))
         with path.open("r+b") as file:
             main.shared = mmap.mmap(file.fileno(), 4096)  # type: ignore[attr-defined]
+    if environment.get("FAKE_VLLM_SOCKET"):
+        main.socket = socket.socket(socket.AF_UNIX)  # type: ignore[attr-defined]
+        main.socket.bind(f"{environment['VLLM_RPC_BASE_PATH']}/{uuid.uuid4()}")  # type: ignore[attr-defined]
+        Path(environment["TMPDIR"], "vllm_dist_1").touch()
     print("(APIServer pid=11) INFO 11-29 15:00:01 [model.py:1] Loading weights", flush=True)
     time.sleep(float(environment.get("FAKE_VLLM_LOADS_S", "0")))
     while not os.path.exists(environment.get("FAKE_VLLM_LOADS_UNTIL", "/")):
