@@ -18,6 +18,7 @@ import numpy as np
 from draftmill.builder.exchange import folder as form
 from draftmill.builder.extraction.intake import Layers
 from draftmill.builder.extraction.validate import check_shape, check_states, check_token_ids
+from draftmill.manifests.codec.block import OutOfRangeError
 from draftmill.manifests.codec.codec import encode_states
 from draftmill.manifests.errors import BudgetError, DamagedError, RejectedError, SourceFileError
 from draftmill.manifests.headroom import default_headroom
@@ -312,7 +313,7 @@ class _Import:
 def _encoded(states_TLH: StatesTLH, codec: str) -> list[memoryview]:
     try:
         return encode_states(states_TLH, codec)
-    except ValueError as error:
+    except OutOfRangeError as error:
         raise RejectedError(f"{codec} cannot hold these states: {error}") from error
 
 

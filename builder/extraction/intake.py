@@ -14,7 +14,7 @@ import numpy as np
 from draftmill.builder.extraction.precision import Precision
 from draftmill.builder.extraction.staging import StagedFile, Staging
 from draftmill.builder.extraction.validate import StatesCheck, check_shape, check_token_ids
-from draftmill.manifests.codec.block import Plane
+from draftmill.manifests.codec.block import OutOfRangeError, Plane
 from draftmill.manifests.codec.codec import encode_states
 from draftmill.manifests.codec.names import BLOCK_TOKENS, worst_case_bytes
 from draftmill.manifests.codec.scratch import scratch
@@ -148,7 +148,7 @@ def _encoded(
 ) -> Sequence[memoryview]:
     try:
         return encode_states(part_TLH, codec, room=room)
-    except ValueError as error:
+    except OutOfRangeError as error:
         # what a codec cannot hold is too large for it
         largest = np.argmax(part_TLH & _MAGNITUDE)
         t, layer, _ = (int(each) for each in np.unravel_index(largest, part_TLH.shape))

@@ -152,6 +152,7 @@ class _Stage:
                 budget=self._budget,
                 on_wait=self._committer.kick,
                 halt=self._halt,
+                failed=self._failed,
                 note=self._note,
             )
             runner = SampleRunner(

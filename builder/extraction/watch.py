@@ -22,6 +22,8 @@ from draftmill.builder.requests.retry_policy import RetryPolicy, retried
 from draftmill.manifests.errors import (
     PermanentError,
     RejectedError,
+    RequestError,
+    ServerError,
     TransientError,
     UnreachableError,
     WrongStatesError,
@@ -32,7 +34,8 @@ _TRIES = 3
 
 
 class CanaryWatch:
-    """`before_sample` is awaited before each sample is sent; `halt` ends the run with a reason."""
+    """`before_sample` is awaited before each sample is sent; `halt` ends the run with a reason, and
+    `failed` with what is no fault of a server."""
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class CanaryWatch:
         budget: Budget,
         on_wait: Callable[[], None],
         halt: Callable[[str], None],
+        failed: Callable[[Exception], None],
         note: Callable[[str], None],
     ) -> None:
         self._canary = canary
@@ -58,6 +62,7 @@ class CanaryWatch:
         self._numbers = itertools.count(1)
         self._on_wait = on_wait
         self._halt = halt
+        self._failed = failed
         self._note = note
         self._first_ids: TokenIds | None = None
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -102,8 +107,10 @@ class CanaryWatch:
                 f"{error} Up to {self._every:,} samples of this server that were stored since the "
                 "canary last agreed are in doubt: `draftmill evict` and extract them again."
             )
-        except Exception as error:  # a server that is gone is noticed by its samples
+        except (RequestError, ServerError) as error:  # its samples notice it, too
             self._note(f"canary: {server.name} could not be looked at: {error}")
+        except Exception as error:
+            self._failed(error)
 
     async def _look(self, server: ExtractServer, token_ids: TokenIds, *, first: bool) -> None:
         if first and self._first_ids is None:

@@ -55,12 +55,14 @@ _SPEAKERS = {
     "observation": "tool",
 }
 
-_as_given = json.JSONEncoder(
-    ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False
-).encode
-_canonical = json.JSONEncoder(
-    ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False, sort_keys=True
-).encode
+_COMPACT: dict[str, Any] = {
+    "ensure_ascii": False,
+    "separators": (",", ":"),
+    "allow_nan": False,
+    "check_circular": False,
+}
+_AS_GIVEN = json.JSONEncoder(**_COMPACT)
+_CANONICAL = json.JSONEncoder(**_COMPACT, sort_keys=True)
 
 _quote = json.encoder.encode_basestring  # a JSON string, not reduced to ASCII
 
@@ -113,11 +115,9 @@ def prompts_of(
                 conversation_id = digest if first else _digest(canonical[: asked[0]], {})
             conversation = f'{{"messages":[{",".join(given)}]'
             for key, value in extras.items():
-                conversation += f',"{key}":{_as_given(value)}'
+                conversation += f',"{key}":{_json(value, _AS_GIVEN)}'
         except UnicodeEncodeError:
             raise BadRow("text with half of a surrogate pair, which is not Unicode") from None
-        except (TypeError, ValueError) as error:
-            raise BadRow(f"holds what JSON cannot: {error}") from None
         yield Prompt(
             hash=digest,
             conversation=conversation + "}",
@@ -172,15 +172,26 @@ def _append_json(message: Message, given: list[str], canonical: list[str]) -> No
             given.append(sorted_json)
         canonical.append(sorted_json)
     else:
-        given.append(_as_given(message))
-        canonical.append(_canonical(message))
+        given.append(_json(message, _AS_GIVEN))
+        canonical.append(_json(message, _CANONICAL))
+
+
+def _json(value: object, encoder: json.JSONEncoder) -> str:
+    try:
+        return encoder.encode(value)
+    except (TypeError, ValueError) as error:
+        raise BadRow(f"holds what JSON cannot: {error}") from None
+    except RecursionError:
+        raise BadRow("nested too deeply") from None
 
 
 def _digest(canonical: list[str], extras: dict[str, Any]) -> str:
     """32 hex digits of the SHA-256 of canonical JSON: the messages and the extras there are."""
     messages = f"[{','.join(canonical)}]"
     if extras:
-        parts = {"messages": messages} | {key: _canonical(value) for key, value in extras.items()}
+        parts = {"messages": messages} | {
+            key: _json(value, _CANONICAL) for key, value in extras.items()
+        }
         text = "{" + ",".join(f'"{key}":{parts[key]}' for key in sorted(parts)) + "}"
     else:
         text = f'{{"messages":{messages}}}'

@@ -111,8 +111,6 @@ def _prompts(
                 )
             except BadRow as error:
                 yield SourceError(file=file, line=line, reason=str(error))
-            except RecursionError:
-                yield SourceError(file=file, line=line, reason="nested too deeply")
         before += line
 
 

@@ -16,6 +16,10 @@ Words = NDArray[np.uint16]
 Plane = NDArray[np.uint8]
 
 
+class OutOfRangeError(ValueError):
+    """A lossy codec cannot take a value: the states are odd, not the call."""
+
+
 class PlaneSpec(NamedTuple):
     """One byte plane. `coded`: the encoder tries to compress it."""
 
@@ -47,8 +51,8 @@ class BlockCodec(Protocol):
         """The planes of one layer, in stored order; those that are not coded come last."""
 
     def split(self, words_TLH: Words, planes: Sequence[Plane]) -> None:
-        """Write the planes of a block, layers first in each; ValueError where a word has no place
-        in this codec."""
+        """Write the planes of a block, layers first in each; OutOfRangeError where a word has no
+        place in this codec."""
 
     def merge(self, planes: Sequence[Plane], out_TLH: Words) -> None:
         """Write the words of a block; every plane of the right shape decodes."""

@@ -72,8 +72,8 @@ def encode_states(
     The payload of block i holds the tokens from i * block_tokens; no tokens give no payload. All
     payloads of one call lie in one piece of memory: `room` (flat, `worst_case_bytes` or more), or
     a new one. Fresh pages cost a good part of the work, so callers use theirs again.
-    Raises ValueError where the array or `room` is not of that kind, or where a lossy codec cannot
-    take a value (`rot4`: what is not finite, or 2 ** 120 and more).
+    Raises ValueError where the array or `room` is not of that kind, its kind OutOfRangeError where
+    a lossy codec cannot take a value (`rot4`: what is not finite, or 2 ** 120 and more).
     """
     parse_codec(codec)
     _check_states(states_TLH)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.manifests.codec import planes as byte_planes
-from draftmill.manifests.codec.block import Plane, PlaneSpec, Words
+from draftmill.manifests.codec.block import OutOfRangeError, Plane, PlaneSpec, Words
 from draftmill.manifests.codec.scratch import scratch
 
 GROUP = 64
@@ -211,7 +211,7 @@ def _quantise(words: Words, scales: Words, tile: _Tile) -> Plane:
     np.bitwise_and(words, 0x7FFF, out=magnitudes)
     exponents = (magnitudes.max(axis=0) >> 7).astype(np.int64)
     if run and int(exponents.max()) >= MAX_EXPONENT:
-        raise ValueError("rot4 takes finite values below 2 ** 120 only")
+        raise OutOfRangeError("rot4 takes finite values below 2 ** 120 only")
     zero = exponents < MIN_EXPONENT
     exponents[zero] = MIN_EXPONENT
 

@@ -228,3 +228,28 @@ def test_weights_of_another_size_are_refused(tmp_path: Path, staging: Path, fold
                 target=TargetModel.from_folder(folder),
             )
         )
+
+
+def test_a_fault_of_the_canary_itself_ends_the_run(
+    tmp_path: Path, staging: Path, tiny: TinyTarget, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a later look, which nobody awaits: a night without a canary must not look checked."""
+    judge = Canary.judge
+
+    async def breaks(self: Canary, name: str, probe: Probe, *, first: bool) -> None:
+        if not first:
+            raise ValueError("a fault")
+        await judge(self, name, probe, first=first)
+
+    monkeypatch.setattr(Canary, "judge", breaks)
+    dataset = make_dataset(tmp_path / "d", [40] * 80)
+    with pytest.raises(ValueError, match="a fault"):
+        extract_from(
+            tiny,
+            dataset,
+            staging,
+            TargetModel.from_folder(folder),
+            canary_every=5,
+            canary_memory="0",
+        )
+    assert not list(staging.iterdir())
