@@ -26,6 +26,7 @@ from draftmill.manifests.shards.shard import (
     scan,
     seal,
 )
+from draftmill.manifests.summary import note_codecs
 
 
 @dataclass(kw_only=True, slots=True)
@@ -212,6 +213,7 @@ def _adopt(records: list[Record], kind: Kind, manifest: Manifest, report: Recove
             best[item.id] = item
     if not new:
         return
+    note_codecs(manifest, new)
     manifest.adopt(
         [item.attempt for item in new if (item.id, item.attempt.attempt) not in tried],
         payload_rows(new),

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from draftmill.manifests import files
 from draftmill.manifests.codec_error import ErrorSums
+from draftmill.manifests.codec.names import is_lossless
 from draftmill.manifests.headroom import room_for_samples
 from draftmill.manifests.manifest import Manifest
+from draftmill.manifests.shards.record import Record
 from draftmill.manifests.types import STATES
 
 
@@ -59,6 +63,10 @@ def summarize(
         "off_policy": _off_policy(manifest, sources),
         "sources": sources,
         "rejected": _rejected(manifest),
+        "codecs": {
+            name: {"lossless": is_lossless(name)}
+            for name in (codecs_used(manifest) if extracted else ())
+        },
         "codec_error": {name: sums.figures() for name, sums in codec_errors(manifest).items()},
         "disk": {
             "budget_bytes": budget_bytes,
@@ -120,3 +128,26 @@ def codec_errors(manifest: Manifest) -> dict[str, ErrorSums]:
     prefix = "codec_error."
     rows = manifest.rows("SELECT key, value FROM meta WHERE starts_with(key, ?)", [prefix])
     return {key[len(prefix) :]: ErrorSums(**json.loads(value)) for key, value in sorted(rows)}
+
+
+def add_codec_error(manifest: Manifest, codec: str, found: ErrorSums) -> None:
+    """Add what a lossy codec was measured to cost to what is known of it."""
+    sums = codec_errors(manifest).get(codec, ErrorSums()) + found
+    with manifest.transaction("codec_error"):
+        manifest.set_meta(f"codec_error.{codec}", json.dumps(asdict(sums)))
+
+
+def codecs_used(manifest: Manifest) -> list[str]:
+    """Codecs that hidden states of this dataset were stored with; evicted ones count."""
+    prefix = "codec."
+    rows = manifest.rows("SELECT key FROM meta WHERE starts_with(key, ?) ORDER BY key", [prefix])
+    return [key[len(prefix) :] for (key,) in rows]
+
+
+def note_codecs(manifest: Manifest, records: Iterable[Record]) -> None:
+    """Put the codecs of these records among those used, before the records become current."""
+    names = {str(each.content["codec"]) for each in records if each.stage == "extract"}
+    if names and (fresh := names.difference(codecs_used(manifest))):
+        with manifest.transaction("codecs"):
+            for name in fresh:
+                manifest.set_meta(f"codec.{name}", "")

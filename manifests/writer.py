@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from draftmill.manifests.shards.shard import (
 )
 from draftmill.manifests.shards.shard_writer import ShardWriter
 from draftmill.manifests.snapshot import write_snapshot
-from draftmill.manifests.summary import codec_errors, summarize
+from draftmill.manifests.summary import add_codec_error, note_codecs, summarize
 from draftmill.manifests.types import (
     GeneratedSample,
     Location,
@@ -199,6 +199,7 @@ class DatasetWriter:
                 for writer in self._writers.values():
                     writer.sync()
             sealed = [(w.kind, n) for w in self._writers.values() for n in w.sealed]
+            note_codecs(self.manifest, records)
             self.manifest.commit(attempts, payload_rows(records), sealed)
             for writer in self._writers.values():
                 writer.sealed.clear()
@@ -252,9 +253,7 @@ class DatasetWriter:
     def add_codec_error(self, codec: str, found: ErrorSums) -> None:
         """Add what a lossy codec was measured to cost to what the dataset has of it."""
         with self.lock:
-            sums = codec_errors(self.manifest).get(codec, ErrorSums()) + found
-            with self.manifest.transaction("codec_error"):
-                self.manifest.set_meta(f"codec_error.{codec}", json.dumps(asdict(sums)))
+            add_codec_error(self.manifest, codec, found)
 
     # -- what others see ---------------------------------------------------------------------
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from draftmill.manifests.dataset import Dataset
+from draftmill.manifests.maintenance import RowFilter, evict, retry, select
+from tests.builder.extraction import IDS, make_dataset, run
 from tests.builder.generation import prompt
+from tests.fakes.target_server import TargetServer
 
 HEAVY = {"duckdb", "pyarrow", "numpy", "pandas", "rich", "asyncio", "torch", "openai"}
 STATUS = (
@@ -61,3 +68,45 @@ def test_a_broken_document_of_a_writer_is_passed_over(tmp_path: Path) -> None:
         dataset.status_path.write_text('{"prompts": ')
         found = json.loads(status(dataset.path, "--json").stdout)
     assert found["prompts"]["pending"] == 5
+
+
+@pytest.mark.slow
+def test_precision_of_what_is_stored_is_one_line(tmp_path: Path) -> None:
+    dataset, staging = make_dataset(tmp_path / "d", [60] * 8), tmp_path / "staging"
+    staging.mkdir()
+    codecs = {"em-zfast": 4, "raw": 6, "rot4": 8}
+
+    async def go(codec: str, ids: list[int]) -> None:
+        async with TargetServer(staging=str(staging)) as server:
+            for number in range(1, 9):
+                if number not in ids:
+                    server.plan(IDS[dataset.path][number], ["hang"])
+            await run(dataset, server.url, staging, codec=codec, request_timeout_s=0.2, tries=1)
+        with dataset.writer() as writer:
+            retry(writer, select(writer, RowFilter(states=("timed_out",))))
+
+    def line() -> str:
+        shown = status(dataset.path).stdout
+        return next((each for each in shown.splitlines() if "stored as" in each), "")
+
+    assert line() == ""
+    first = 1
+    for codec, end in codecs.items():
+        asyncio.run(go(codec, list(range(first, end + 1))))
+        first = end + 1
+    expected = r"em-zfast \(lossless\), raw \(lossless\), rot4 \(lossy, relative error 0\.\d+\)"
+    assert re.search(f"stored as +{expected}", line())
+    found = json.loads(status(dataset.path, "--json").stdout)
+    assert found["codecs"] == {
+        "em-zfast": {"lossless": True},
+        "raw": {"lossless": True},
+        "rot4": {"lossless": False},
+    }
+    for name in ("manifest.duckdb", "manifest.parquet"):
+        (dataset.path / name).unlink()
+    with dataset.writer():
+        pass
+    assert json.loads(status(dataset.path, "--json").stdout)["codecs"] == found["codecs"]
+    with dataset.writer() as writer:
+        evict(writer, None)
+    assert line() == ""

@@ -6,7 +6,7 @@ shown, and `status --json` then costs no more than the start of Python.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -89,8 +89,23 @@ def tables(path: str, found: dict[str, Any]) -> list[Table]:
             f"{disk['bytes_per_token']:,.0f} B stored, {disk['raw_bytes_per_token']:,.0f} B raw "
             f"(ratio {disk['compression_ratio']:.2f})",
         )
+        if found["codecs"]:
+            sizes.add_row("  stored as", precision_line(found))
         sizes.add_row("samples that still fit", f"{disk['samples_that_still_fit']:,}")
     return [prompts, *_breakdowns(found), sizes]
+
+
+def precision_line(found: Mapping[str, Any]) -> str:
+    """The codecs of the hidden states, and what the lossy ones were measured to cost."""
+    words = []
+    for name, facts in found["codecs"].items():
+        word = "lossless"
+        if not facts["lossless"]:
+            word = "lossy"
+            if (row := found["codec_error"].get(name)) and row["relative_error"]:
+                word += f", relative error {max(row['relative_error'].values()):.2g}"
+        words.append(f"{name} ({word})")
+    return ", ".join(words)
 
 
 def _breakdowns(found: dict[str, Any]) -> Iterator[Table]:
@@ -144,7 +159,7 @@ def status_command(dataset: str, as_json: bool, watch: bool) -> None:
 def _watch(dataset: str, *, as_json: bool) -> NoReturn:
     from draftmill.manifests.dataset import Dataset
     from draftmill.tools.render import console
-    from draftmill.tools.status import watch
+    from draftmill.tools.status.command import watch
 
     watch.watch(Dataset.open(dataset), as_json=as_json, console=console())
 

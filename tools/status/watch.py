@@ -23,6 +23,7 @@ from draftmill.manifests.dataset import Dataset
 from draftmill.manifests.errors import DatasetError
 from draftmill.manifests.sizes import format_size
 from draftmill.tools.render import describe, duration, eta
+from draftmill.tools.status.command import precision_line
 from draftmill.tools.terminal import echo, echo_json
 
 EVERY_S = 2.0
@@ -220,6 +221,8 @@ def _disk(found: Mapping[str, Any]) -> RenderableType:
         rows.append(("a token takes", f"{disk['bytes_per_token']:,.0f} B"))
         rows.append(("compression", f"{disk['compression_ratio']:.2f}"))
         rows.append(("samples that still fit", f"{disk['samples_that_still_fit']:,}"))
+    if found.get("codecs"):
+        parts.append(Text(f"hidden states: {precision_line(found)}", style="dim"))
     cells = [(Text(label, style="dim"), _right(value, 9)) for label, value in rows]
     return Group(*parts, _two_by_two(cells))
 
