@@ -72,7 +72,8 @@ class Dataset(Layout):
 
     def _not_open(self) -> DatasetError:
         if not self.path.is_dir():
-            return DatasetError(f"{self.path} is not a dataset: there is no such folder")
+            what = "it is a file" if self.path.exists() else "there is no such folder"
+            return DatasetError(f"{self.path} is not a dataset: {what}")
         if self.manifest_path.exists() or self.prompt_files():
             return DatasetError(
                 f"{self.path}: config.toml is missing. Restore it, or make one for the same model "

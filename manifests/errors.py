@@ -21,6 +21,26 @@ DraftmillError
 
 from __future__ import annotations
 
+# What data of somebody else's making can do to the code that reads it. For the few lines that take
+# such data apart, never around code that does more.
+NOT_UNDERSTOOD: tuple[type[Exception], ...] = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+def why(error: Exception) -> str:
+    """An error of reading or writing in words, without the path that stands before them already."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return str(error) or type(error).__name__
+
 
 class DraftmillError(Exception):
     """Root of all errors that draftmill raises on purpose. `exit_code` is what the CLI returns."""

@@ -7,6 +7,7 @@ what a crash leaves behind to `recovery`.
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -329,7 +330,20 @@ def _connect(path: Path | None, read_only: bool) -> duckdb.DuckDBPyConnection:
                     + ". Wait until it ends, or stop it.",
                     pid=pid,
                 ) from error
+            _check_usable(path, read_only)
             raise ManifestDamaged(
                 f"{path} is damaged ({text.splitlines()[0]}). `draftmill verify {path.parent} "
                 "--repair` rebuilds it from prompts and shards."
             ) from error
+
+
+def _check_usable(path: Path, read_only: bool) -> None:
+    """Raises DatasetError for a file that the system does not let us open: that is no damage."""
+    try:
+        os.close(os.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC))
+    except IsADirectoryError:
+        return
+    except OSError as error:
+        raise DatasetError(
+            f"{path} cannot be opened: {error.strerror}. Use the dataset as the user who writes it."
+        ) from error

@@ -89,6 +89,20 @@ def conversations(manifest: Manifest, paths: Iterable[Path], ids: Sequence[int])
     return found
 
 
+def mean_characters(manifest: Manifest, paths: Iterable[Path]) -> float | None:
+    """Mean length of conversation JSON in the prompt files `paths`; None where there is none."""
+    names = [str(path) for path in paths]
+    if not names:
+        raise DatasetError(_UNREADABLE.format("there is no file in prompts/"))
+    try:
+        found = manifest.rows("SELECT avg(length(conversation)) FROM read_parquet(?)", [names])
+    except QueryError as error:
+        if "interrupted" in str(error):
+            raise
+        raise DatasetError(_UNREADABLE.format(str(error).splitlines()[0])) from error
+    return None if found[0][0] is None else float(found[0][0])
+
+
 def known_ends(manifest: Manifest, stage: Stage) -> dict[int, int]:
     """Last acknowledged byte of each shard of a stage."""
     return dict(

@@ -227,7 +227,7 @@ def put_evaluation(folder: Path, document: Mapping[str, Any], prompts: str) -> b
     path = folder / CARD_FILE
     try:
         before, begin, rest = path.read_text(encoding="utf-8").partition(_BEGIN)
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return False
     _, end, after = rest.partition(_END)
     if not begin or not end:

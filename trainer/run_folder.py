@@ -61,7 +61,7 @@ def bind_run(
         stored = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(stored, dict):
             raise ValueError("an object was expected")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedError(f"{path} cannot be read: {error}") from error
     differing = [
         f"{key} was {stored.get(key)!r} and is now {binding.get(key)!r}"

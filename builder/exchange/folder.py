@@ -23,7 +23,13 @@ from numpy.typing import NDArray
 
 from draftmill.manifests import files
 from draftmill.manifests.codec.numbers import E4M3_MAX, from_e4m3, to_e4m3, to_floats, to_words
-from draftmill.manifests.errors import DamagedError, RejectedError, SourceFileError
+from draftmill.manifests.errors import (
+    NOT_UNDERSTOOD,
+    DamagedError,
+    RejectedError,
+    SourceFileError,
+    why,
+)
 from draftmill.manifests.types import StatesTLH
 
 ARROW = "data-00000-of-00001.arrow"
@@ -39,10 +45,6 @@ _SCHEMA = pa.schema(
 )
 _BATCH = 1000
 _MOST_ID = 2**31 - 1  # token ids are stored as int32
-# What JSON or Arrow of somebody else's making can do to the code that reads it.
-NOT_UNDERSTOOD = (
-    ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
-)  # fmt: skip
 _MAX_HEADER = 1 << 20
 _TYPES = {"BF16": "<u2", "F8_E4M3": "u1", "F32": "<f4", "I64": "<i8", "I32": "<i4"}
 
@@ -119,9 +121,9 @@ class Table:
             listed = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
             parts = [_mapped(folder / Path(each["filename"]).name) for each in listed]
             self._table = pa.concat_tables(parts)
-        except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        except (OSError, *NOT_UNDERSTOOD, pa.ArrowException) as error:
             raise SourceFileError(
-                f"{folder}: no dataset that speculators prepared: {error!r}"
+                f"{folder}: no dataset that speculators prepared: state.json: {why(error)}"
             ) from error
 
     def __len__(self) -> int:

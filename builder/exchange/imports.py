@@ -20,7 +20,13 @@ from draftmill.builder.extraction.intake import Layers
 from draftmill.builder.extraction.validate import check_shape, check_states, check_token_ids
 from draftmill.manifests.codec.block import OutOfRangeError
 from draftmill.manifests.codec.codec import encode_states
-from draftmill.manifests.errors import BudgetError, DamagedError, RejectedError, SourceFileError
+from draftmill.manifests.errors import (
+    NOT_UNDERSTOOD,
+    BudgetError,
+    DamagedError,
+    RejectedError,
+    SourceFileError,
+)
 from draftmill.manifests.headroom import default_headroom
 from draftmill.manifests.sizes import format_size
 from draftmill.manifests.types import (
@@ -116,7 +122,7 @@ def _sample_of(row: int, found: form.Row, source: str) -> _Sample | None:
     """None if nothing in the row is supervised; SourceFileError if its note is not one of ours."""
     try:
         return _read_row(row, found, source)
-    except form.NOT_UNDERSTOOD as error:
+    except NOT_UNDERSTOOD as error:
         raise SourceFileError(f"row {row:,} of the table cannot be used: {error}") from error
 
 

@@ -28,7 +28,12 @@ from numpy.typing import NDArray
 
 from draftmill.builder.requests.client import PROBE_ID
 from draftmill.builder.requests.failures import GarbledReplyError
-from draftmill.manifests.errors import ConfigError, RejectedError, TransientError
+from draftmill.manifests.errors import (
+    NOT_UNDERSTOOD,
+    ConfigError,
+    RejectedError,
+    TransientError,
+)
 
 _SUFFIX = ".safetensors"
 _COMPANIONS = ("", ".lock", ".part", ".error")
@@ -40,9 +45,6 @@ NO_FILE_S = 10.0
 # A lock that was made and not yet taken looks like one that was released: look again.
 _SECOND_LOOK_S = 0.05
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-# What JSON of somebody else's making can do to the code that reads it.
-_NOT_UNDERSTOOD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
-                   ValueError)  # fmt: skip
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I64": 8, "I32": 4}
 
 
@@ -312,7 +314,7 @@ def _read_header(
         metadata = header.pop("__metadata__", {})
         tensors = {key: _tensor(header[key]) for key in ("hidden_states", "token_ids")}
         end = max(int(each["data_offsets"][1]) for each in header.values())
-    except _NOT_UNDERSTOOD as error:
+    except NOT_UNDERSTOOD as error:
         raise GarbledReplyError(f"{name} has no header that can be understood: {error!r}") from None
     start = 8 + length
     if size < start + end:
@@ -339,5 +341,5 @@ def _tensor(entry: dict[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
 def _layer_ids(metadata: dict[str, Any]) -> tuple[int, ...] | None:
     try:
         return tuple(int(each) for each in json.loads(metadata["target_layer_ids"]))
-    except _NOT_UNDERSTOOD:
+    except NOT_UNDERSTOOD:
         return None

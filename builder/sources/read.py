@@ -29,7 +29,7 @@ from draftmill.builder.sources.conversations import (
     Turns,
     prompts_of,
 )
-from draftmill.manifests.errors import SourceFileError, UsageError
+from draftmill.manifests.errors import SourceFileError, UsageError, why
 from draftmill.manifests.types import Prompt
 
 # A line longer than this is an error, not a reason to fill the memory.
@@ -129,7 +129,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, object]]:
                     yield number, SourceError(file=file, line=number, reason=reason)
                     continue
             except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
-                reason = f"the file cannot be read beyond this line ({error})"
+                reason = f"the file cannot be read beyond this line ({why(error)})"
                 yield number, SourceError(file=file, line=number, reason=reason)
                 return
             if not raw:
@@ -173,7 +173,7 @@ def _table_rows(path: Path, kind: Kind) -> Iterator[tuple[int, Any]]:
                 yield number, row
     except (OSError, pa.ArrowException) as error:
         number += 1
-        reason = f"the file cannot be read beyond this row ({error})"
+        reason = f"the file cannot be read beyond this row ({why(error)})"
         yield number, SourceError(file=str(path), line=number, reason=reason)
 
 
@@ -195,7 +195,7 @@ def _check_file(path: Path, kind: Kind) -> None:
         with _open_text(path) as stream:
             head = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
-        raise SourceFileError(f"{path}: cannot be read ({error}).") from error
+        raise SourceFileError(f"{path}: cannot be read ({why(error)}).") from error
     if head.startswith(b"["):
         raise SourceFileError(
             f"{path}: one JSON array, not one object per line. Convert it with "
@@ -280,5 +280,5 @@ def _json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise SourceFileError(f"{path}: cannot be read ({error}).") from error
+        raise SourceFileError(f"{path}: cannot be read ({why(error)}).") from error
     return value if isinstance(value, dict) else {}

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftmill.builder.sources.conversations import CONTENT_KEYS, ROW_KEYS, BadRow
-from draftmill.manifests.errors import SourceFileError
+from draftmill.manifests.errors import SourceFileError, why
 
 BATCH_ROWS = 512
 
@@ -20,7 +20,7 @@ def check_table(path: Path, kind: str) -> None:
     try:
         schema = _parquet(path).schema_arrow if kind == "parquet" else _arrow(path).schema
     except (OSError, pa.ArrowException) as error:
-        raise SourceFileError(f"{path}: not a readable {kind} file ({error}).") from error
+        raise SourceFileError(f"{path}: not a readable {kind} file ({why(error)}).") from error
     if not any(name in CONTENT_KEYS for name in schema.names):
         wanted = ", ".join(CONTENT_KEYS)
         raise SourceFileError(

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.manifests.errors import ConfigError, DamagedError
+from draftmill.manifests.errors import NOT_UNDERSTOOD, ConfigError, DamagedError, why
 
 # Where the language model's own keys sit in nested (multimodal) configs, in order of preference.
 _NESTED = ("text_config", "language_config", "llm_config", "language_model")
@@ -289,8 +289,8 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON ({error}).") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON ({why(error)}).") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: an object was expected.")
     return value
@@ -335,5 +335,5 @@ def _header(file: Path) -> dict[str, _Tensor]:
             )
             for name, entry in header.items()
         }
-    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
+    except (OSError, struct.error, *NOT_UNDERSTOOD) as error:
         raise DamagedError(f"{file} is no readable safetensors file: {error}") from error

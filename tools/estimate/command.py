@@ -17,6 +17,7 @@ from draftmill.builder.budget import parse_budget
 from draftmill.builder.sources.read import read_source
 from draftmill.manifests.dataset import Dataset, DatasetReader
 from draftmill.manifests.errors import UsageError
+from draftmill.manifests.queries import mean_characters
 from draftmill.manifests.target.target import TargetModel
 from draftmill.manifests.types import Prompt
 from draftmill.tools.estimate.costs import (
@@ -117,9 +118,8 @@ def _shown_by(reader: DatasetReader) -> Known:
     }
     prompt = row["prompt_tokens"]
     if prompt is None and counts["prompts"]["total"]:
-        files = [str(path) for path in reader.dataset.prompt_files().values()]
-        query = "SELECT avg(length(conversation)) FROM read_parquet($1)"
-        prompt = reader.manifest.rows(query, [files])[0][0] / CHARACTERS_PER_TOKEN
+        characters = mean_characters(reader.manifest, reader.dataset.prompt_files().values())
+        prompt = None if characters is None else characters / CHARACTERS_PER_TOKEN
     return Known(
         samples=counts["prompts"]["total"] or None,
         prompt_tokens=prompt,

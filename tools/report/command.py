@@ -12,7 +12,7 @@ from rich.table import Table
 
 from draftmill.manifests import files
 from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.errors import UsageError
+from draftmill.manifests.errors import UsageError, why
 from draftmill.tools.render import console, say
 from draftmill.tools.report.document import document
 from draftmill.tools.report.gather import gather
@@ -91,7 +91,7 @@ def report_command(dataset: str, html: str | None, as_json: bool) -> None:
         try:
             _write(Path(html), page(found))
         except (OSError, ValueError) as error:
-            raise UsageError(f"--html {html!r}: {error}") from error
+            raise UsageError(f"--html {html!r}: {why(error)}") from error
         say(f"{html} written")
     if not as_json and html is None:
         show(found, console())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftmill.manifests.files import numbered
-from draftmill.manifests.manifest import Manifest
+from draftmill.manifests.manifest import Manifest, QueryError
 
 Rows = list[dict[str, Any]]
 
@@ -65,7 +65,7 @@ def gather(manifest: Manifest, prompts: Path) -> Facts:
         sources=ask(_SOURCES),
         shards=ask(_SHARDS),
         lengths=ask(_LENGTHS),
-        groups=_groups(manifest, prompts),
+        groups=_groups(manifest, [str(path) for path in numbered(prompts, ".parquet").values()]),
         histogram=ask(_HISTOGRAM),
         deadlines=ask(_DEADLINES),
         speeds=ask(_SPEEDS),
@@ -88,13 +88,18 @@ class _Asker:
         return rows
 
 
-def _groups(manifest: Manifest, prompts: Path) -> Rows:
-    """Lengths by what became of the row; prompt characters only where prompt files are at hand."""
-    files = [str(path) for path in numbered(prompts, ".parquet").values()]
+def _groups(manifest: Manifest, files: list[str]) -> Rows:
+    """Lengths by what became of the row; prompt characters only where the prompt `files` can be
+    read."""
     source = "read_parquet($1)" if files else "(SELECT 0::BIGINT AS id, '' AS conversation)"
-    rows: Rows = manifest.table(
-        _GROUPS.format(group=_GROUP, prompts=source), [files] if files else []
-    ).to_pylist()
+    try:
+        rows: Rows = manifest.table(
+            _GROUPS.format(group=_GROUP, prompts=source), [files] if files else []
+        ).to_pylist()
+    except QueryError as error:
+        if not files or "interrupted" in str(error):
+            raise
+        return _groups(manifest, [])
     return rows
 
 
