@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from draftmill.manifests import files
-from draftmill.manifests.codec_error import ErrorSums
 from draftmill.manifests.codec.names import is_lossless
+from draftmill.manifests.codec_error import ErrorSums
 from draftmill.manifests.headroom import room_for_samples
 from draftmill.manifests.manifest import Manifest
 from draftmill.manifests.shards.record import Record
