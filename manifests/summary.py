@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftmill.manifests import files
-from draftmill.manifests.codec.names import is_lossless
+from draftmill.manifests.codec.names import CODECS, is_lossless
 from draftmill.manifests.codec_error import ErrorSums
 from draftmill.manifests.headroom import room_for_samples
 from draftmill.manifests.manifest import Manifest
@@ -146,7 +146,8 @@ def codecs_used(manifest: Manifest) -> list[str]:
 
 def note_codecs(manifest: Manifest, records: Iterable[Record]) -> None:
     """Put the codecs of these records among those used, before the records become current."""
-    names = {str(each.content["codec"]) for each in records if each.stage == "extract"}
+    names = {str(each.content.get("codec")) for each in records if each.stage == "extract"}
+    names &= set(CODECS)
     if names and (fresh := names.difference(codecs_used(manifest))):
         with manifest.transaction("codecs"):
             for name in fresh:
