@@ -101,11 +101,15 @@ def _wait_gone(found: list[psutil.Process], timeout_s: float) -> None:
 
 
 def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Files below /dev/shm that these processes, and nobody before them, made and use."""
+    """Files below /dev/shm that these processes, and nobody before them, made and use.
+
+    One may have been made by a parent for its child, and be in use there alone.
+    """
     found: set[Path] = set()
+    processes = list(processes)
+    born = min((each.create_time() for each in processes), default=0.0)
     for process in processes:
         with contextlib.suppress(psutil.Error, OSError):
-            born = process.create_time()
             names = {each.path for each in process.memory_maps(grouped=True)}
             names |= {each.path for each in process.open_files()}
             for name in names:

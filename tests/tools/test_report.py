@@ -170,7 +170,7 @@ def test_the_bias_of_timeouts_is_shown(found: dict[str, Any]) -> None:
 def test_keys_are_stable(found: dict[str, Any]) -> None:
     assert list(found) == [
         "dataset", "time", "snapshot", "prompts", "tokens", "disk", "errors", "lengths",
-        "throughput", "off_policy", "codec_error",
+        "throughput", "off_policy", "codecs", "codec_error",
     ]  # fmt: skip
     assert list(found["errors"]) == ["by_class", "by_endpoint", "over_time"]
     assert list(found["lengths"]) == ["by_group", "histogram", "bias"]
@@ -197,6 +197,7 @@ def test_the_error_of_lossy_storage_is_shown(found: dict[str, Any]) -> None:
     assert "1.6e-03 nats" in out.getvalue()
     assert "rot4" in page({**found, "codec_error": errors})
     assert "lossy" not in page(found)
+    assert "Stored as em-zfast (lossless)." in page(found)
 
 
 def test_json_and_html_from_the_command(

@@ -7,6 +7,7 @@ from typing import Any
 
 from draftmill.manifests.sizes import format_size
 from draftmill.tools.report.words import Grid, Section, percent, span
+from draftmill.tools.status.command import precision_line
 
 _SHARDS_SHOWN = 12
 STAGE_NAMES = {"generate": "completions", "extract": "hidden states"}
@@ -59,8 +60,16 @@ def disk_section(found: Mapping[str, Any]) -> Section:
     charts = ["disk"] if disk["forecast"] else []
     charts += ["bytes_by_length"] if disk["by_length"] else []
     return Section(
-        key="disk", title="Disk", text=_forecast(disk), grids=tuple(grids), charts=tuple(charts)
+        key="disk",
+        title="Disk",
+        text=_forecast(disk) + _stored(found),
+        grids=tuple(grids),
+        charts=tuple(charts),
     )
+
+
+def _stored(found: Mapping[str, Any]) -> str:
+    return f" Stored as {precision_line(found)}." if found["codecs"] else ""
 
 
 def _codecs(errors: Mapping[str, Any]) -> Grid:

@@ -28,6 +28,7 @@ def document(
         "lengths": lengths(facts),
         "throughput": throughput(facts),
         "off_policy": off_policy(facts.sources),
+        "codecs": dict(status.get("codecs") or {}),
         # Of lossy codecs, as it was measured while extracting.
         "codec_error": dict(status.get("codec_error") or {}),
     }

@@ -159,7 +159,7 @@ def status_command(dataset: str, as_json: bool, watch: bool) -> None:
 def _watch(dataset: str, *, as_json: bool) -> NoReturn:
     from draftmill.manifests.dataset import Dataset
     from draftmill.tools.render import console
-    from draftmill.tools.status.command import watch
+    from draftmill.tools.status import watch
 
     watch.watch(Dataset.open(dataset), as_json=as_json, console=console())
 

@@ -221,10 +221,11 @@ def _disk(found: Mapping[str, Any]) -> RenderableType:
         rows.append(("a token takes", f"{disk['bytes_per_token']:,.0f} B"))
         rows.append(("compression", f"{disk['compression_ratio']:.2f}"))
         rows.append(("samples that still fit", f"{disk['samples_that_still_fit']:,}"))
-    if found.get("codecs"):
-        parts.append(Text(f"hidden states: {precision_line(found)}", style="dim"))
     cells = [(Text(label, style="dim"), _right(value, 9)) for label, value in rows]
-    return Group(*parts, _two_by_two(cells))
+    parts.append(_two_by_two(cells))
+    if found.get("codecs"):
+        parts.append(Text("stored as  ", style="dim").append(precision_line(found), "default"))
+    return Group(*parts)
 
 
 def _right(text: str, width: int) -> Text:
