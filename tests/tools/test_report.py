@@ -198,6 +198,7 @@ def test_the_error_of_lossy_storage_is_shown(found: dict[str, Any]) -> None:
     assert "rot4" in page({**found, "codec_error": errors})
     assert "lossy" not in page(found)
     assert "Stored as em-zfast (lossless)." in page(found)
+    assert "&lt; 128<" in page(found), "a bin ends below its upper length"
 
 
 def test_json_and_html_from_the_command(

@@ -249,7 +249,7 @@ def _label(name: str) -> str:
 
 
 def _length_axis(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    axes.set_xticks(range(len(rows)), [f"≤ {_short(row['to_tokens'] + 1)}" for row in rows])
+    axes.set_xticks(range(len(rows)), [f"< {_short(row['to_tokens'] + 1)}" for row in rows])
     axes.set_xlabel("tokens")
 
 
