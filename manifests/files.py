@@ -207,17 +207,30 @@ def publish(temporary: Path, path: Path, label: str) -> None:
 
 
 @contextmanager
-def disk_full_is_budget(path: Path) -> Iterator[None]:
+def disk_full_is_budget(
+    path: Path,
+    advice: str = "Free space on the disk or evict hidden states; what was committed is safe.",
+) -> Iterator[None]:
     """Map ENOSPC and its kin to BudgetError: a full disk is handled like a full budget."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in DISK_FULL:
+    except BudgetError:  # who saw it first knows best
+        raise
+    except Exception as error:
+        if (words := full_disk(error)) is None:
             raise
-        raise BudgetError(
-            f"{path}: {error.strerror}. Free space on the disk or evict hidden states; "
-            "what was committed is safe."
-        ) from error
+        raise BudgetError(f"{path}: {words}. {advice}") from error
+
+
+def full_disk(error: BaseException | None) -> str | None:
+    """The system's words where `error` comes of a full disk, however a library wrapped it."""
+    while error is not None:
+        for code in DISK_FULL:
+            # Rust libraries hand on nothing but this text.
+            if getattr(error, "errno", None) == code or f"(os error {code})" in str(error):
+                return os.strerror(code)
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def numbered(folder: Path, suffix: str) -> dict[int, Path]:

@@ -26,6 +26,15 @@ def acquire(path: Path, refusal: str) -> int:
     Raises LockedError if another process holds it: `refusal` with its pid in place of {owner}.
     Raises DatasetError if the file cannot be made.
     """
+    while True:
+        fd = _acquired(path, refusal)
+        # Whoever held it may have removed the file just before giving it back.
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)
+
+
+def _acquired(path: Path, refusal: str) -> int:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:

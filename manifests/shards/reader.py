@@ -85,12 +85,16 @@ class ShardReader:
             self._fds.clear()
 
     def _fd(self, kind: Kind, number: int) -> int:
+        found = self._fds.get((kind, number))
+        if found is not None:
+            return found
+        # Not while the lock is held: opening a file behind a network may hang.
+        fd = self._open(kind, number)
         with self._lock:
-            fd = self._fds.get((kind, number))
-            if fd is None:
-                fd = self._open(kind, number)
-                self._fds[kind, number] = fd
-            return fd
+            found = self._fds.setdefault((kind, number), fd)
+        if found != fd:
+            os.close(fd)
+        return found
 
     def _open(self, kind: Kind, number: int) -> int:
         folder = self.dataset / kind

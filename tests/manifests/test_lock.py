@@ -65,3 +65,27 @@ def test_asking_for_the_holder_never_keeps_a_process_out(tmp_path: Path) -> None
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"no/such.* cannot be written"):
         lock.acquire(tmp_path / "no" / "such" / ".lock", "")
+
+
+def test_a_lock_whose_holder_removed_it_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two could hold it: one by the file that is gone, one by the file that is there."""
+    path = tmp_path / ".lock"
+    first = lock.acquire(path, "")
+    opened = lock._locked
+
+    def leaving(fd: int) -> bool:
+        """The holder removes the file and ends while another process has just opened it."""
+        nonlocal first
+        if first >= 0:
+            path.unlink()
+            os.close(first)
+            first = -1
+        return opened(fd)
+
+    monkeypatch.setattr(lock, "_locked", leaving)
+    with lock.held(path, "kept out"):
+        with pytest.raises(LockedError):
+            lock.acquire(path, "held by {owner}")
+    assert path.exists()

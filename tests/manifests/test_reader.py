@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +164,33 @@ def test_more_shards_than_files_may_be_open(tmp_path: Path, more: int, read: int
     lines = done.stdout.splitlines()
     assert lines.count("(3, 2, 70)") == read
     assert (lines[-1].count("ulimit -n") == 1) == (read < 6)
+
+
+def test_a_shard_whose_opening_hangs_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither other shards nor closing; and whoever comes back late leaves one file open."""
+    locations = [stored(tmp_path, draft_of(states_of(9), "raw", 4)) for _ in range(2)]
+    reader = ShardReader(tmp_path)
+    answers, asked = threading.Event(), threading.Barrier(3)
+    opened = ShardReader._open
+
+    def hanging(self: ShardReader, kind: Any, number: int) -> int:
+        if number == 0:
+            asked.wait()
+            answers.wait()
+        return opened(self, kind, number)
+
+    monkeypatch.setattr(ShardReader, "_open", hanging)
+    threads = [threading.Thread(target=reader.states, args=locations[:1]) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    asked.wait()
+    assert np.array_equal(reader.states(locations[1]), states_of(9))
+    reader.close()
+    before = len(os.listdir("/proc/self/fd"))
+    answers.set()
+    for thread in threads:
+        thread.join()
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    reader.close()
