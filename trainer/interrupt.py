@@ -12,6 +12,10 @@ from types import FrameType
 _ONE_MOMENT_S = 1.0
 
 
+class Interrupted(Exception):
+    """Somebody asked to stop while samples were waited for. Never leaves the training loop."""
+
+
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
     """Yields a function that says whether to stop. A second signal stops at once.

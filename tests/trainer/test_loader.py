@@ -302,7 +302,10 @@ def test_processes_hand_over_rows_that_outgrow_their_slots() -> None:
     read = reading.ReadRow(reader=tiny.MemoryReader(samples), shape=tiny.SHAPE, pad_to=0)
     wanted = [read(item, lambda size: np.empty(size, np.uint8)) for item in items]
     sizes = sorted(row.num_bytes for row in wanted)
-    with closing(Slots(6, sizes[3])) as slots, readers(read, 2, slots, together=3) as processes:
+    with (
+        closing(Slots(6, sizes[3], readers=2)) as slots,
+        readers(read, 2, slots, together=3) as processes,
+    ):
         assert sizes[3] <= slots.size < sizes[4]
         begun = [processes.submit(items[:3], 0), processes.submit(items[3:], 1)]
         got = [row for place, each in enumerate(begun) for row in processes.result(each, place)]
@@ -388,7 +391,10 @@ def test_answers_of_processes_are_short_whatever_is_in_a_row() -> None:
     items = [reading.item_of(row, columns) for row in rows]
     read = reading.ReadRow(reader=tiny.MemoryReader(samples), shape=tiny.SHAPE, pad_to=0)
     largest = read(items[1], lambda size: np.empty(size, np.uint8)).num_bytes
-    with closing(Slots(2, largest)) as slots, readers(read, 1, slots, together=1) as processes:
+    with (
+        closing(Slots(2, largest, readers=1)) as slots,
+        readers(read, 1, slots, together=1) as processes,
+    ):
         begun = [processes.submit([item], place) for place, item in enumerate(items)]
         sizes = [len(connection.recv_bytes()) for connection, _ in begun]
     assert sizes[1] < sizes[0] + 100 < 4000

@@ -7,10 +7,11 @@ counted on, so that one made for other data is never picked up.
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,12 @@ from draftmill.manifests.target.target import TargetModel
 from draftmill.trainer.loading import data
 from draftmill.trainer.loading.data import Samples
 from draftmill.trainer.loading.reading import SampleReader
+from draftmill.trainer.threads import Threads
+from draftmill.trainer.waiting import Patience, Reads, Watched
 
 _NO_CUT = 2**31 - 1
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,16 +98,22 @@ def count_tokens(
     """How often each target token is supervised, and how often it stands in prompts."""
     supervised = np.zeros(vocab_size, np.int64)
     prompts = np.zeros(vocab_size, np.int64)
+    reads = Reads.of(max(1, threads))
+    patience = Patience(stop=lambda: False, reads=reads)
 
-    def token_ids(row: int) -> NDArray[np.int32]:
-        completion = reader.completion(samples.completion_location(row), text=False)
+    def token_ids(number: int, row: int) -> NDArray[np.int32]:
+        watched = Watched(reader, reads, number)
+        completion = watched.completion(samples.completion_location(row), text=False)
         return completion.token_ids[: samples.tokens[row]]
 
-    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="draftmill-count") as pool:
-        # In slices, because map() would submit a million reads at once.
+    pool = Threads(max(1, threads), "draftmill-count")
+    try:
+        # In slices, or a million reads would be asked for at once.
         for start in range(0, len(samples), 1024):
             rows = range(start, min(start + 1024, len(samples)))
-            for row, ids in zip(rows, pool.map(token_ids, rows), strict=True):
+            asked = [pool.submit(partial(token_ids, row=row)) for row in rows]
+            for row, future in zip(rows, asked, strict=True):
+                ids = patience.result(future)
                 if ids.size and int(ids.max()) >= vocab_size:
                     raise DamagedError(
                         f"sample {samples.id[row]} has token id {int(ids.max())}; the target model "
@@ -114,6 +125,8 @@ def count_tokens(
                 np.add.at(prompts, ids[:split], 1)
             if on_progress is not None:
                 on_progress(rows.stop, len(samples))
+    finally:
+        pool.close(reads.hangs)
     return supervised, prompts
 
 
@@ -127,7 +140,8 @@ def make_vocab(
 ) -> VocabMapping:
     """The mapping of `size` for what the dataset holds now, made when it is not there yet.
 
-    Stored in DATASET/vocab; a dataset that cannot be written (read-only mounts) is no error.
+    Stored in DATASET/vocab; a dataset that cannot be written (read-only mounts, a full disk) is no
+    error.
     Raises DatasetError when nothing is extracted, ConfigError when the size does not fit.
     """
     opened, samples = _trainable(dataset)
@@ -145,7 +159,9 @@ def make_vocab(
     except PermissionError:
         pass
     except OSError as error:
-        if error.errno != errno.EROFS:
+        if files.full_disk(error) is not None:
+            log.warning("%s: %s; the vocabulary is not kept there", path.parent, error.strerror)
+        elif error.errno != errno.EROFS:
             raise
     return mapping
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
+from threading import Event
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -31,6 +33,8 @@ from draftmill.trainer.loading.reading import (
     renamed,
 )
 from draftmill.trainer.loading.rows import Batch, load_row, merge_row
+from draftmill.trainer.threads import Threads
+from draftmill.trainer.waiting import Patience, Reads, Watched
 
 _T = TypeVar("_T")
 _Asked = TypeVar("_Asked", contravariant=True)
@@ -44,11 +48,13 @@ _TOGETHER = 4
 class RowLoader:
     """Yields the batches of a sequence of rows, in order, on `device`, read ahead of need.
 
-    `workers` threads of this process read and decode (0: none, rows are read when they are asked
-    for). With `processes` they are processes, spawned within a second: beside a GPU, whose training
-    loop needs the interpreter for itself. What waits is bounded by `prefetch_bytes` (two rows at
-    least); the rows and their order depend on none of these. On a GPU the last step of decoding is
-    done there. Closing the iterator stops threads and processes.
+    `workers` threads of this process read and decode (0: rows are read when they are asked for).
+    With `processes` they are processes, spawned within a second: beside a GPU, whose training loop
+    needs the interpreter for itself. What waits is bounded by `prefetch_bytes` (two rows at least);
+    the rows and their order depend on none of these. On a GPU the last step of decoding is done
+    there. Closing the iterator stops threads and processes.
+
+    Where a row is waited for, `stop` is asked now and then; then the iterator raises Interrupted.
     """
 
     def __init__(
@@ -62,8 +68,9 @@ class RowLoader:
         processes: bool = False,
         pad_to: int = 0,
         device: str = "cpu",
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._samples = samples
+        self._samples, self._stop = samples, stop
         self._workers, self._processes = workers, processes
         self._prefetch_bytes = prefetch_bytes
         self._device = torch.device(device)
@@ -73,51 +80,72 @@ class RowLoader:
     def batches(self, rows: Iterable[Row]) -> Generator[Batch, None, None]:
         """Batches of `rows`, which may be endless."""
         items = (item_of(row, self._samples) for row in rows)
-        with closing(self._found(items)) as found:
+        closed = Event()
+
+        def stop() -> bool:
+            return closed.is_set() or self._stop()
+
+        with closing(self._found(items, stop)) as found:
             if self._on_gpu:
-                yield from _on_gpu(found, self._device)
+                yield from _on_gpu(found, self._device, closed)
                 return
             for row in found:
                 # What processes found lies in memory that is the next row's.
                 yield row if isinstance(row, Batch) else merge_row(row, torch.tensor(row.arena))
 
-    def _found(self, items: Iterator[Item]) -> Generator[Batch | PlaneRow, None, None]:
+    def _found(
+        self, items: Iterator[Item], stop: Callable[[], bool]
+    ) -> Generator[Batch | PlaneRow, None, None]:
         """What was read of each row; good until the next one is asked for."""
-        if self._workers == 0:
-            for item in items:
-                yield self._read_here(item)
-        elif self._processes:
-            yield from self._in_processes(items)
+        if self._processes and self._workers:
+            yield from self._in_processes(items, stop)
         else:
-            yield from self._in_threads(items)
+            yield from self._in_threads(items, stop)
 
-    def _read_here(self, item: Item) -> Batch | PlaneRow:
-        if self._on_gpu:
-            return self._read(item, _pinned)
-        row, part = item
-        read = self._read
-        return load_row(read.reader, part, renamed(row), read.shape, read.pad_to).of(row)
-
-    def _in_threads(self, items: Iterator[Item]) -> Generator[Batch | PlaneRow, None, None]:
-        pool = ThreadPoolExecutor(
-            self._workers,
-            thread_name_prefix="draftmill-decode",
+    def _in_threads(
+        self, items: Iterator[Item], stop: Callable[[], bool]
+    ) -> Generator[Batch | PlaneRow, None, None]:
+        # Never in the thread that trains: nobody could call it back from a read that hangs.
+        count = max(1, self._workers)
+        reads = Reads.of(count)
+        patience = Patience(stop=stop, reads=reads)
+        ways = [
+            replace(self._read, reader=Watched(self._read.reader, reads, number))
+            for number in range(count)
+        ]
+        threads = Threads(
+            count,
+            "draftmill-decode",
             # Else each thread that pins memory would take some of the first GPU for itself.
-            initializer=partial(torch.cuda.set_device, self._device) if self._on_gpu else None,
+            partial(torch.cuda.set_device, self._device) if self._on_gpu else None,
         )
-        memory = _Bytes(self._prefetch_bytes, self._row_bytes)
+
+        def submit(item: Item, _: int) -> Future[Batch | PlaneRow]:
+            return threads.submit(lambda number: self._read_here(ways[number], item))
+
+        def result(future: Future[Batch | PlaneRow], _: int) -> Batch | PlaneRow:
+            return patience.result(future)
+
         try:
             yield from _ahead(
                 items,
-                memory,
-                _AHEAD * self._workers,
-                lambda item, _: pool.submit(self._read_here, item),
-                lambda future, _: future.result(),
+                _Bytes(self._prefetch_bytes, self._row_bytes),
+                _AHEAD * self._workers or 1,
+                submit,
+                result,
             )
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            threads.close(reads.hangs)
 
-    def _in_processes(self, items: Iterator[Item]) -> Generator[PlaneRow, None, None]:
+    def _read_here(self, read: ReadRow, item: Item) -> Batch | PlaneRow:
+        if self._on_gpu:
+            return read(item, _pinned)
+        row, part = item
+        return load_row(read.reader, part, renamed(row), read.shape, read.pad_to).of(row)
+
+    def _in_processes(
+        self, items: Iterator[Item], stop: Callable[[], bool]
+    ) -> Generator[PlaneRow, None, None]:
         first = next(items, None)
         if first is None:
             return
@@ -126,11 +154,11 @@ class RowLoader:
         # Each message costs the trainer time, so it is about several rows where they are small.
         together = int(np.clip(fit // (2 * self._workers + 1), 1, _TOGETHER))
         count = min(fit // together, _AHEAD * self._workers // together + 1)
-        slots = Slots(count * together, size)
+        slots = Slots(count * together, size, readers=self._workers)
         with (
             closing(slots),
             _registered(slots.memory, self._on_gpu),
-            readers(self._read, self._workers, slots, together) as reading,
+            readers(self._read, self._workers, slots, together, stop) as reading,
         ):
             parts = _parts(chain([first], items), together)
             for rows in _ahead(
@@ -250,10 +278,11 @@ def _registered(memory: Bytes, on_gpu: bool) -> Iterator[None]:
 
 
 def _on_gpu(
-    source: Iterable[Batch | PlaneRow], device: torch.device
+    source: Iterable[Batch | PlaneRow], device: torch.device, closed: Event
 ) -> Generator[Batch, None, None]:
     """Batches on the device, each made in another thread while the model works on the one before:
-    what that thread does is mostly waiting, for readers and for the driver."""
+    what that thread does is mostly waiting, for readers and for the driver. Sets `closed`, which
+    ends its waiting, when nobody wants more."""
     merged = _merged(source, device)
     with ThreadPoolExecutor(1, initializer=partial(torch.cuda.set_device, device)) as feeder:
         following = feeder.submit(next, merged, None)
@@ -268,6 +297,7 @@ def _on_gpu(
                     tensor.record_stream(current)
                 yield batch
         finally:
+            closed.set()
             following.exception()
             feeder.submit(merged.close).result()
 

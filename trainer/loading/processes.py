@@ -13,7 +13,7 @@ import atexit
 import mmap
 import os
 import signal
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,34 +28,47 @@ from draftmill.manifests.errors import DraftmillError
 from draftmill.trainer.loading.data import Cursor, Row
 from draftmill.trainer.loading.groups import Bytes
 from draftmill.trainer.loading.reading import Item, PlaneRow, ReadRow, named
+from draftmill.trainer.waiting import Patience, Reads, Watched
 
 _NOWHERE = np.empty(0, np.uint8)
 _NOBODY = Row(members=(), cursor=Cursor())
 # Signals that ask a run to stop. A terminal, `timeout` and whatever else ends a group of processes
 # send them to readers too, which have to go on until the trainer has saved.
 _STOPS = (signal.SIGINT, signal.SIGTERM)
+# A process that was killed is gone at once, unless it hangs where the system cannot end it.
+_GONE_S = 5.0
 
 
 class Slots:
     """`count` pieces of memory of `size` bytes; processes that it is sent to see the same ones.
 
-    Memory without a name: nothing is left of it whoever dies, and no limit of /dev/shm applies.
+    Behind them, `reads` is what each of `readers` reads just now. Memory without a name: nothing is
+    left of it whoever dies, and no limit of /dev/shm applies.
     """
 
-    def __init__(self, count: int, size: int) -> None:
+    def __init__(self, count: int, size: int, *, readers: int) -> None:
         self.count, self.size = count, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._readers = readers
         self._fd = os.memfd_create("draftmill-rows")
-        os.ftruncate(self._fd, self.count * self.size)
+        os.ftruncate(self._fd, self._bytes)
         self._map()
 
+    @property
+    def _bytes(self) -> int:
+        return self.count * self.size + self._readers * Reads.nbytes_each
+
     def _map(self) -> None:
-        self.memory = np.frombuffer(mmap.mmap(self._fd, self.count * self.size), np.uint8)
+        found = np.frombuffer(mmap.mmap(self._fd, self._bytes), np.uint8)
+        self.memory, rest = np.split(found, [self.count * self.size])
+        self.reads = Reads(rest.view(np.int64).reshape(self._readers, -1))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"count": self.count, "size": self.size, "fd": reduction.DupFd(self._fd)}
+        state = {"count": self.count, "size": self.size, "readers": self._readers}
+        return {**state, "fd": reduction.DupFd(self._fd)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.count, self.size, self._fd = state["count"], state["size"], state["fd"].detach()
+        self.count, self.size, self._readers = state["count"], state["size"], state["readers"]
+        self._fd = state["fd"].detach()
         self._map()
 
     def __getitem__(self, number: int) -> Bytes:
@@ -70,10 +83,16 @@ class Readers:
     """Processes that read rows to `slots`, taking turns; each answers in the order of its rows."""
 
     def __init__(
-        self, read: ReadRow, connections: list[Connection], slots: Slots, together: int
+        self,
+        read: ReadRow,
+        connections: list[Connection],
+        slots: Slots,
+        together: int,
+        stop: Callable[[], bool],
     ) -> None:
         self._read, self._connections, self._slots = read, connections, slots
         self._together = together
+        self._patience = Patience(stop=stop, reads=slots.reads)
         self._sent = 0
 
     def submit(self, items: list[Item], place: int) -> tuple[Connection, list[Item]]:
@@ -89,6 +108,7 @@ class Readers:
         """The rows of a place, once they are there. Raises what reading one raised."""
         connection, items = begun
         with _alive():
+            self._patience.until(connection.poll)
             answers = connection.recv()
         pairs = zip(items, answers, strict=True)
         for slot, (item, found) in enumerate(pairs, place * self._together):
@@ -103,10 +123,14 @@ class Readers:
 
 @contextmanager
 def readers(
-    read: ReadRow, workers: int, slots: Slots, together: int
+    read: ReadRow,
+    workers: int,
+    slots: Slots,
+    together: int,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Generator[Readers, None, None]:
     """Processes that end with the context, or when this process dies; `together` rows at most are
-    asked of one at a time."""
+    asked of one at a time. `stop` says when not to wait for them any more."""
     context = get_context("spawn")
     connections: list[Connection] = []
     processes: list[SpawnProcess] = []
@@ -118,16 +142,16 @@ def readers(
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
     try:
-        for _ in range(workers):
+        for number in range(workers):
             mine, theirs = context.Pipe()
             connections.append(mine)
             processes.append(
-                context.Process(target=_serve, args=(theirs, read, slots), daemon=True)
+                context.Process(target=_serve, args=(theirs, read, slots, number), daemon=True)
             )
             processes[-1].start()
             theirs.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        yield Readers(read, connections, slots, together)
+        yield Readers(read, connections, slots, together, stop)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         end()
@@ -144,7 +168,7 @@ def _end(connections: Sequence[Connection], processes: Sequence[SpawnProcess]) -
         connection.close()
     for process in processes:
         if process.pid is not None:
-            process.join()
+            process.join(_GONE_S)
 
 
 @contextmanager
@@ -159,8 +183,9 @@ def _alive() -> Generator[None, None, None]:
         ) from error
 
 
-def _serve(connection: Connection, read: ReadRow, slots: Slots) -> None:
+def _serve(connection: Connection, read: ReadRow, slots: Slots, number: int) -> None:
     """Read rows until nobody asks any more."""
+    read = replace(read, reader=Watched(read.reader, slots.reads, number))
     try:
         while True:
             items, slot = connection.recv()
