@@ -83,6 +83,10 @@ def test_the_command_prints_the_agreed_names(
     for name in ("warm.tokens_per_s", "cold.tokens_per_s"):
         assert figures[name]["baseline"] == "speculators-files"
         assert figures[name]["ratio"] > 0
+        assert figures[f"decode.{name}"]["value"] > 0
+    for name in ("cold.disk_mb_s", "speculators-files.cold.disk_mb_s"):
+        # A file system that is not counted has none; nothing is read twice.
+        assert 0 <= figures.get(name, {"ratio": 0})["ratio"] < 1.5
     assert figures["first_batch_of_a_million.seconds"]["value"] > 0
     assert list(tmp_path.iterdir()) == []
 

@@ -23,7 +23,7 @@ from draftmill.manifests.shards.reader import ShardReader
 from draftmill.tools.bench import loader_data
 from draftmill.tools.bench.figures import Figure
 from draftmill.tools.bench.loader_data import Bench
-from draftmill.tools.bench.reads import drop_from_cache
+from draftmill.tools.bench.reads import drop_from_cache, read_bytes
 from draftmill.trainer import speculators_store
 from draftmill.trainer.devices import joined
 from draftmill.trainer.drafts.model import create_draft
@@ -98,7 +98,12 @@ def _figure(name: str, value: float, unit: str, base: float | None, against: str
 
 
 def _reading(options: LoaderBench, made: loader_data.Made, samples: Samples) -> list[Figure]:
-    """Tokens a second, from memory and from the disk, against one file a sample."""
+    """Tokens a second, from memory and from the disk, against one file a sample.
+
+    Every way reads the same samples from the same file system. Before each cold reading the kernel
+    is made to forget all of these files; how much then came from the disk is a figure of its own,
+    because a RAM disk forgets nothing.
+    """
     tokens = int(samples.tokens.sum())
     with ExitStack() as stack:
         shards = stack.enter_context(closing(ShardReader(made.dataset)))
@@ -112,26 +117,56 @@ def _reading(options: LoaderBench, made: loader_data.Made, samples: Samples) -> 
         }
         for way in ways.values():
             way()  # opens files, starts workers
+
+        def forget() -> None:
+            drop_from_cache(made.folder.rglob("*.safetensors*"))
+
         warm = _rates(ways, options.rounds, tokens, before=lambda: None)
-        cold = _rates(
-            {name: way for name, way in ways.items() if name != "decode"},
-            options.rounds,
-            tokens,
-            before=lambda: drop_from_cache(made.folder.rglob("*.safetensors*")),
-        )
+        cold = _rates(ways, options.rounds, tokens, before=forget)
+        fetched = [
+            _from_disk("cold", made.dataset / "hidden_states", ways["ours"], forget),
+            _from_disk(f"{BASELINE}.cold", made.files, ways["theirs in line"], forget),
+        ]
     figures = []
     for state, rates in (("warm", warm), ("cold", cold)):
         base = max(rates["theirs"], rates["theirs in line"])
         name = f"{state}.tokens_per_s"
-        figures.append(_figure(name, rates["ours"], "tokens/s", base, BASELINE))
-        figures.append(_figure(f"{BASELINE}.{name}", base, "tokens/s", None, ""))
-    limit = min(warm["decode"], max(warm["theirs"], warm["theirs in line"]))
-    decode = "decode.tokens_per_s"
-    figures.append(_figure(decode, warm["decode"], "tokens/s", None, ""))
-    figures.append(
-        _figure("warm.of_the_smaller", warm["ours"], "tokens/s", limit, "smaller of both")
+        figures += [
+            _figure(name, rates["ours"], "tokens/s", base, BASELINE),
+            _figure(f"{BASELINE}.{name}", base, "tokens/s", None, ""),
+            _figure(f"decode.{name}", rates["decode"], "tokens/s", None, ""),
+            _figure(
+                f"{state}.of_the_smaller",
+                rates["ours"],
+                "tokens/s",
+                min(rates["decode"], base),
+                "smaller of both",
+            ),
+        ]
+    return figures + [figure for figure in fetched if figure is not None]
+
+
+def _from_disk(
+    name: str, folder: Path, way: Callable[[], None], forget: Callable[[], None]
+) -> Figure | None:
+    """What a cold reading fetched from the disk, as a part of the files in `folder`; None where the
+    kernel does not count."""
+    forget()
+    before = read_bytes()
+    start = time.perf_counter()
+    way()
+    seconds = time.perf_counter() - start
+    after = read_bytes()
+    if before is None or after is None:
+        return None
+    size = sum(path.stat().st_size for path in folder.rglob("*.safetensors*"))
+    return Figure(
+        name=f"{name}.disk_mb_s",
+        value=(after - before) / seconds / 1e6,
+        unit="MB/s",
+        baseline="all bytes from the disk",
+        ratio=(after - before) / size,
     )
-    return figures
 
 
 def _ours(
