@@ -8,38 +8,40 @@ checkpoint is best is the training loop's judgement.
 from __future__ import annotations
 
 import json
-import pickle
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from draftmill.manifests import files
-from draftmill.manifests.errors import DamagedError, DatasetError
+from draftmill.manifests.errors import DamagedError, DatasetError, DraftmillError
 from draftmill.manifests.target.target import find_folder
+from draftmill.trainer.drafts.forms import CONFIG_FILE
+from draftmill.trainer.drafts.weight_files import WEIGHTS_FILE
 from draftmill.trainer.loading.data import Cursor
+from draftmill.trainer.settings import OnNote
 
 _NAME = re.compile(r"step-(\d{6,})")
 _STATE = "training/state.json"
 _TENSORS = "training/state.pt"
-_UNREADABLE = (
-    OSError,
-    ValueError,
-    TypeError,
-    KeyError,
-    RuntimeError,
-    EOFError,
-    pickle.UnpicklingError,
-)
+_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+# What the folder of a checkpoint is called while another one of the same step takes its place.
+_REPLACED = ".replaced"
+_DRAFT = (WEIGHTS_FILE, CONFIG_FILE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """Where a run stands: steps done, rows consumed (not merely read), and what was best."""
+    """Where a run stands: steps done, rows consumed (not merely read), and what was best.
+
+    `owes_validation` where it was stopped before the validation of this step was done.
+    """
 
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
@@ -48,14 +50,20 @@ class Position:
     validation: dict[str, float] = field(default_factory=dict)
     best_step: int | None = None
     best_validation: dict[str, float] = field(default_factory=dict)
+    owes_validation: bool = False
 
     def validated(self, result: dict[str, float]) -> Position:
         """The position after a validation; the best is what a server would accept most of."""
         value = result.get("accepted_per_step", 0.0)
         if self.best_step is not None and value < self.best_validation["accepted_per_step"]:
-            return replace(self, validation=result)
-        best = {"accepted_per_step": 0.0, **result}
-        return replace(self, validation=result, best_step=self.step, best_validation=best)
+            return replace(self, validation=result, owes_validation=False)
+        return replace(
+            self,
+            validation=result,
+            best_step=self.step,
+            best_validation={"accepted_per_step": 0.0, **result},
+            owes_validation=False,
+        )
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -82,49 +90,132 @@ def save(
     target = folder_of(run, position.step)
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    (temporary / "training").mkdir(parents=True)
-    write_draft(temporary)
-    torch.save(tensors, temporary / _TENSORS)
-    text = json.dumps(asdict(position), indent=2, sort_keys=True)
-    (temporary / _STATE).write_text(text + "\n", encoding="utf-8")
-    for folder in (temporary / "training", temporary):
-        for path in sorted(folder.iterdir()):
-            if path.is_file():
-                files.sync_file(path, "checkpoint")
-        files.sync_folder(folder, "checkpoint")
-    if target.exists():
-        _remove(target)
+    try:
+        (temporary / "training").mkdir(parents=True)
+        write_draft(temporary)
+        # Through a file of ours: torch's own hides what the system says of a full disk.
+        with (temporary / _TENSORS).open("wb") as file:
+            torch.save(tensors, file)
+        state = {"position": asdict(position), "xxh3": _digest(temporary / _TENSORS, position)}
+        text = json.dumps(state, indent=2, sort_keys=True)
+        (temporary / _STATE).write_text(text + "\n", encoding="utf-8")
+        for folder in (temporary / "training", temporary):
+            for path in sorted(folder.iterdir()):
+                if path.is_file():
+                    files.sync_file(path, "checkpoint")
+            files.sync_folder(folder, "checkpoint")
+    except Exception:
+        # Half of a checkpoint on a full disk would keep it full.
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if not target.exists():
+        files.rename(temporary, target, "checkpoint")
+        return target
+    replaced = target.with_name(f".{target.name}{_REPLACED}")
+    files.rename(target, replaced, "checkpoint")
     files.rename(temporary, target, "checkpoint")
+    shutil.rmtree(replaced, ignore_errors=True)
     return target
 
 
 def load(run: Path, step: int) -> tuple[Position, dict[str, Any]]:
-    """What a checkpoint holds for going on. Raises DamagedError when it cannot be read."""
+    """What a checkpoint holds for going on.
+
+    Raises DamagedError when that is not what was written, DraftmillError when the disk fails.
+    """
     folder = folder_of(run, step)
+    path = folder / _STATE
     try:
-        state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-        state["cursor"] = Cursor(**state["cursor"])
-        position = Position(**state)
+        position, digest = _position(path.read_text(encoding="utf-8"), step)
+        path = folder / _TENSORS
+        if _digest(path, position) != digest:
+            path = path.parent
+            raise ValueError("state.json and state.pt are not the bytes that were written")
         # Plain tensors and containers only: a checkpoint from elsewhere cannot run code.
-        tensors = torch.load(folder / _TENSORS, map_location="cpu", weights_only=True)
-    except _UNREADABLE as error:
-        raise DamagedError(f"{folder} cannot be resumed from: {error}") from error
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        if isinstance(error, _GONE):
+            raise DamagedError(f"{path}: {error.strerror}") from error
+        raise DraftmillError(
+            f"{path} cannot be read: {error.strerror}. Once the disk answers again, the same "
+            "command goes on."
+        ) from error
+    except Exception as error:  # unpickling raises whatever it meets
+        raise DamagedError(f"{path}: {str(error) or type(error).__name__}") from error
     return position, tensors
 
 
-def latest(run: Path) -> tuple[Position, dict[str, Any]] | None:
-    """The newest checkpoint that can be read, and None for a run that has none yet."""
+def _position(text: str, step: int) -> tuple[Position, str]:
+    """The position in state.json, and the digest that it gives. Raises ValueError and its kin."""
+    state = json.loads(text)
+    parts = {"position", "xxh3"}
+    if not isinstance(state, dict) or not parts <= state.keys():
+        raise ValueError(f"an object with {' and '.join(sorted(parts))} was expected")
+    given = state["position"]
+    lacking = [item.name for item in fields(Position) if item.name not in given]
+    if lacking:
+        raise ValueError(f"it lacks {', '.join(lacking)}")
+    position = Position(**{**given, "cursor": Cursor(**given["cursor"])})
+    if position.step != step:
+        raise ValueError(f"it is of step {position.step}")
+    return position, state["xxh3"]
+
+
+def _digest(path: Path, position: Position) -> str:
+    """32 hex digits of a position and the tensors that belong to it."""
+    hasher = xxhash.xxh3_128(json.dumps(asdict(position), sort_keys=True).encode())
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+def latest(
+    run: Path,
+    check: Callable[[dict[str, Any]], None] = lambda _: None,
+    note: OnNote = lambda _: None,
+) -> tuple[Position, dict[str, Any]] | None:
+    """The newest checkpoint that can be gone on from, and None for a run that has none yet.
+
+    `check` raises DamagedError for tensors that are not the model's. Newer checkpoints than the one
+    that is found are put aside, or they would pass for what comes next; `note` is told.
+    """
     clean(run)
-    steps = checkpoints(run)
-    fault: DamagedError | None = None
-    for step in reversed(steps):
+    faults: dict[int, DamagedError] = {}
+    for step in reversed(checkpoints(run)):
         try:
-            return load(run, step)
+            position, tensors = load(run, step)
+            _checked(check, tensors, folder_of(run, step))
         except DamagedError as error:
-            fault = fault or error
-    if fault is not None:
-        raise fault
-    return None
+            faults[step] = error
+            continue
+        for newer, fault in faults.items():
+            aside = _put_aside(folder_of(run, newer))
+            note(f"{fault.reason}. Going on from step {step:,}; it lies in {aside.name} now")
+        return position, tensors
+    if not faults:
+        return None
+    newest = max(faults)
+    raise DamagedError(
+        f"{faults[newest].reason}. No checkpoint of this run can be gone on from ({len(faults)} "
+        "looked at). Restore one from a copy, or name another output folder; with --finetune-from "
+        f"{folder_of(run, newest)} it starts from that draft."
+    )
+
+
+def _checked(check: Callable[[dict[str, Any]], None], tensors: Any, folder: Path) -> None:
+    try:
+        check(tensors)
+    except DamagedError as error:
+        raise DamagedError(f"{folder / _TENSORS}: {error.reason}") from error
+
+
+def _put_aside(folder: Path) -> Path:
+    names = chain([""], (f"-{number}" for number in count(2)))
+    paths = (folder.with_name(f"damaged-{folder.name}{end}") for end in names)
+    aside = next(path for path in paths if not path.exists())
+    folder.rename(aside)
+    return aside
 
 
 def prune(run: Path, keep: int, best_step: int | None) -> None:
@@ -138,16 +229,25 @@ def clean(run: Path) -> None:
     """Remove what an interrupted save or removal left."""
     root = run / "checkpoints"
     if root.is_dir():
+        for path in root.glob(f".step-*{_REPLACED}"):
+            target = path.with_name(path.name[1 : -len(_REPLACED)])
+            if not target.exists():
+                path.rename(target)
         for path in root.glob(".step-*"):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def publish(run: Path, step: int, names: tuple[str, ...]) -> None:
+def publish(run: Path, step: int) -> None:
     """Put the draft of a checkpoint at the top of the run's folder, where people look for it."""
-    for name in names:
+    for name in _DRAFT:
         temporary = run / f".{name}.tmp"
         shutil.copyfile(folder_of(run, step) / name, temporary)
         files.publish(temporary, run / name, "draft")
+
+
+def has_draft(folder: Path) -> bool:
+    """Whether a draft to serve lies in `folder`."""
+    return all((folder / name).is_file() for name in _DRAFT)
 
 
 def resolve_draft(draft: str | Path) -> Path:

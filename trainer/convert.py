@@ -58,11 +58,16 @@ def convert_draft(
             note(limit)
     temporary = output.with_name(f".{output.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    write_draft(config, weights, temporary, form)
-    for path in sorted(temporary.iterdir()):
-        files.sync_file(path, "draft")
-    files.sync_folder(temporary, "draft")
+    with files.disk_full_is_budget(output, "Free space on the disk; nothing was written."):
+        try:
+            temporary.mkdir(parents=True)
+            write_draft(config, weights, temporary, form)
+            for path in sorted(temporary.iterdir()):
+                files.sync_file(path, "draft")
+            files.sync_folder(temporary, "draft")
+        except Exception:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
     if output.exists():
         output.rmdir()
     files.rename(temporary, output, "draft")

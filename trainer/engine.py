@@ -93,38 +93,69 @@ class Engine:
         self._reshard()
         return {
             "weights": _whole(trained_state(self.model)),
-            "optimizer": _whole(self.optimizer.state_dict()),
+            # What its settings are, the run's settings say.
+            "optimizer": _whole(self.optimizer.state_dict()["state"]),
             # Of the leading process. Training draws nothing at random yet (a draft has no dropout).
             "rng": torch.get_rng_state(),
             "rng_cuda": torch.cuda.get_rng_state() if self.group.on_gpu else None,
         }
 
+    def check(self, state: Any) -> None:
+        """Raise DamagedError, saying what, unless `state` gave this for such a model."""
+        parts = ("weights", "optimizer", "rng", "rng_cuda")
+        if not isinstance(state, dict) or (lacking := [n for n in parts if n not in state]):
+            what = ", ".join(lacking) if isinstance(state, dict) else "everything"
+            raise DamagedError(f"it lacks {what}")
+        weights = {name: tensor.shape for name, tensor in trained_state(self.model).items()}
+        _compare("weights", weights, state["weights"])
+        moments = {
+            f"{number}.{name}": parameter.shape
+            for number, parameter in enumerate(self._parameters())
+            for name in ("exp_avg", "exp_avg_sq")
+        }
+        try:
+            found = {
+                f"{number}.{name}": value
+                for number, entries in state["optimizer"].items()
+                for name, value in entries.items()
+                if name != "step"
+            }
+            steps = [float(entries["step"]) for entries in state["optimizer"].values()]
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise DamagedError(f"its optimizer is none of AdamW ({error!r})") from error
+        # A parameter that no loss has reached yet has no moments.
+        _compare("optimizer", {n: s for n, s in moments.items() if n in found}, found)
+        if len(found) != 2 * len(steps):
+            raise DamagedError("its optimizer lacks moments")
+        for name in ("rng", "rng_cuda"):
+            if not _is_random_state(state[name], absent=name == "rng_cuda"):
+                raise DamagedError(f"its {name} is no random state")
+
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave. Raises DamagedError when it is another model's."""
-        mine = trained_state(self.model)
-        weights = state["weights"]
-        if {n: t.shape for n, t in mine.items()} != {n: t.shape for n, t in weights.items()}:
-            raise DamagedError("the checkpoint holds other parameters than this draft model")
+        """Go on from what `state` gave and `check` has looked at."""
         with torch.no_grad():
-            for name, tensor in mine.items():
-                tensor.copy_(_like(tensor, weights[name]))
-        self.optimizer.load_state_dict(self._sharded(state["optimizer"]))
+            for name, tensor in trained_state(self.model).items():
+                tensor.copy_(_like(tensor, state["weights"][name]))
+        mine = self.optimizer.state_dict()
+        self.optimizer.load_state_dict({**mine, "state": self._sharded(state["optimizer"])})
         torch.set_rng_state(state["rng"])
-        if self.group.on_gpu and state.get("rng_cuda") is not None:
+        if self.group.on_gpu and state["rng_cuda"] is not None:
             torch.cuda.set_rng_state(state["rng_cuda"])
 
-    def _sharded(self, optimizer: dict[str, Any]) -> dict[str, Any]:
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        states = {
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _sharded(self, states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+        parameters = self._parameters()
+        return {
             number: {
                 name: _like(parameters[number], value)
-                if isinstance(value, Tensor) and value.shape == parameters[number].shape
+                if value.shape == parameters[number].shape
                 else value
                 for name, value in entries.items()
             }
-            for number, entries in optimizer["state"].items()
+            for number, entries in states.items()
         }
-        return {**optimizer, "state": states}
 
     def draft_weights(self) -> dict[str, Tensor]:
         """All tensors of the draft, whole and on the CPU, as `save_draft` writes them."""
@@ -144,6 +175,35 @@ def _shard(model: DraftModel, group: Group) -> None:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+def _compare(what: str, wanted: Mapping[str, torch.Size], found: Any) -> None:
+    """Raise DamagedError, naming them, for tensors that lack, are too many or of other shapes."""
+    if not isinstance(found, dict):
+        raise DamagedError(f"its {what} is no table of tensors")
+    faults = [f"lacks {name}" for name in wanted.keys() - found.keys()]
+    faults += [f"has {name}, which the model has not" for name in found.keys() - wanted.keys()]
+    for name in wanted.keys() & found.keys():
+        value = found[name]
+        if not isinstance(value, Tensor) or value.dtype != torch.float32:
+            faults.append(f"has {name} not in float32")
+        elif value.shape != wanted[name]:
+            faults.append(f"has {name} of shape {list(value.shape)}, not {list(wanted[name])}")
+    if faults:
+        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
+        raise DamagedError(f"its {what} {', '.join(sorted(faults)[:3])}{more}")
+
+
+def _is_random_state(value: Any, *, absent: bool) -> bool:
+    if value is None:
+        return absent
+    size = None if absent else torch.get_rng_state().numel()
+    return (
+        isinstance(value, Tensor)
+        and value.dtype == torch.uint8
+        and value.ndim == 1
+        and size in (None, value.numel())
+    )
 
 
 def _whole(value: Any) -> Any:

@@ -5,7 +5,7 @@ How drafts lie on disk is `drafts.forms`, how rows of a vocabulary move is `draf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,9 +19,7 @@ from draftmill.trainer.drafts.model import DraftModel, load_draft
 from draftmill.trainer.drafts.vocab import VocabMapping, keep_vocab, make_vocab
 from draftmill.trainer.drafts.vocab_tables import remap_vocab, target_ids_of
 from draftmill.trainer.drafts.weight_files import digest
-from draftmill.trainer.settings import Finetune, TrainSettings
-
-OnNote = Callable[[str], None]
+from draftmill.trainer.settings import Finetune, OnNote, TrainSettings
 
 
 @dataclass(frozen=True, kw_only=True)

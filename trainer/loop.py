@@ -19,19 +19,13 @@ from typing import Any
 
 from torch import Tensor
 
-from draftmill.manifests import files
 from draftmill.manifests.errors import DraftmillError
 from draftmill.trainer import checkpoint
 from draftmill.trainer.checkpoint import Position
 from draftmill.trainer.devices import Group
-from draftmill.trainer.drafts.forms import CONFIG_FILE
-from draftmill.trainer.drafts.model import (
-    DraftModel,
-    Forward,
-    save_draft,
-)
-from draftmill.trainer.drafts.weight_files import WEIGHTS_FILE
+from draftmill.trainer.drafts.model import DraftModel, Forward, save_draft
 from draftmill.trainer.engine import Engine
+from draftmill.trainer.interrupt import Interrupted
 from draftmill.trainer.loading import data
 from draftmill.trainer.loading.data import Cursor, Row
 from draftmill.trainer.loading.groups import StatesShape
@@ -40,8 +34,9 @@ from draftmill.trainer.loading.plan import Plan
 from draftmill.trainer.loading.reading import SampleReader
 from draftmill.trainer.loading.rows import Batch
 from draftmill.trainer.optim import lr_at
+from draftmill.trainer.run_folder import LOG_FILE, TENSORBOARD
 from draftmill.trainer.runlog import RunLog
-from draftmill.trainer.settings import TrainSettings
+from draftmill.trainer.settings import OnNote, TrainSettings
 from draftmill.trainer.validate import Averages, shares, validate
 
 
@@ -61,6 +56,10 @@ class TrainProgress:
 
 
 OnTrainProgress = Callable[[TrainProgress], None]
+
+
+def _never() -> bool:
+    return False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +98,7 @@ class Loop:
         shape: StatesShape,
         output: Path,
         group: Group | None = None,
+        note: OnNote = lambda _: None,
     ) -> None:
         self.plan, self.settings, self.output = plan, settings, output
         self.group = group or Group()
@@ -108,17 +108,23 @@ class Loop:
         self._reader, self._shape = reader, shape
         self._every = settings.checkpoint_every or max(1, math.ceil(plan.steps / 10))
         self._unsettled: list[_Step] = []
-        found = self.group.in_turn(lambda: checkpoint.latest(output))
+        self._note = note
+        found = self.group.in_turn(lambda: checkpoint.latest(output, self.engine.check, note))
         if found is not None:
             self.position, tensors = found
             self.engine.restore(tensors)
         self.log: RunLog | None = None
         if self.group.leads:
             self.log = RunLog(
-                output / "log.jsonl",
+                output / LOG_FILE,
                 after_step=self.position.step,
-                tensorboard=output / "tensorboard" if settings.tensorboard else None,
+                tensorboard=output / TENSORBOARD if settings.tensorboard else None,
             )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the plan is done, the last validation included."""
+        return self.position.step >= self.plan.steps and not self.position.owes_validation
 
     def run(self, stop: Callable[[], bool], on_progress: OnTrainProgress | None = None) -> bool:
         """Train to the end of the plan and put the draft in place; True when `stop` came first.
@@ -128,30 +134,40 @@ class Loop:
         """
         clock = time.monotonic() - self.position.seconds
         already, since = self.position.tokens, time.monotonic()
-        interrupted = False
+        interrupted = self.position.owes_validation and not self._make_up(stop)
+        saved = self.position.step
         planned: deque[_Planned] = deque()
         # A CPU trains in long calls that leave the interpreter to threads. A GPU is asked for so
         # much in a second that whoever decodes beside it must do so elsewhere.
-        loader = self.loader(self.plan.train, processes=self.group.on_gpu)
+        loader = self.loader(self.plan.train, stop, processes=self.group.on_gpu)
         with closing(loader.batches(self._my_rows(planned))) as batches:
             while self.position.step < self.plan.steps and not interrupted:
-                self._step(batches, planned)
+                interrupted = not self._step(batches, planned)
                 self.position = replace(self.position, seconds=time.monotonic() - clock)
                 # Everybody asks, so that nobody stops alone.
                 asked = self.group.any(stop())
-                interrupted = asked and self.position.step < self.plan.steps
+                interrupted = interrupted or (asked and self.position.step < self.plan.steps)
                 if not (interrupted or self._looked_at()):
                     continue
                 done = self._settle()
-                if self._due():
-                    self._validate()
-                if self._due() or interrupted:
+                due = self._due() and self.position.step > saved
+                if due:
+                    interrupted = not self._validate(stop) or interrupted
+                if (due or interrupted) and self.position.step > saved:
                     self._save()
-                if on_progress is not None and self.group.leads:
+                    saved = self.position.step
+                if done is not None and on_progress is not None and self.group.leads:
                     speed = (self.position.tokens - already) / (time.monotonic() - since)
                     on_progress(self._progress(done, speed))
         self._end(interrupted)
         return interrupted
+
+    def _make_up(self, stop: Callable[[], bool]) -> bool:
+        """Do the validation that is owed; False when `stop` came before its end, again."""
+        done = self._validate(stop)
+        if done:
+            self._save()
+        return done
 
     def _my_rows(self, planned: deque[_Planned]) -> Iterator[Row]:
         """This process's rows from the position on; notes in `planned` what all of them consume."""
@@ -173,9 +189,13 @@ class Loop:
             )
             yield from data.share(batch, self.group.rank, self.group.size)
 
-    def _step(self, batches: Iterator[Batch], planned: deque[_Planned]) -> None:
+    def _step(self, batches: Iterator[Batch], planned: deque[_Planned]) -> bool:
+        """Queue the next step; False, and nothing is done, when asked to stop waiting for it."""
         each = self.settings.rows_per_step // self.group.size
-        mine = [next(batches) for _ in range(each)]
+        try:
+            mine = [next(batches) for _ in range(each)]
+        except Interrupted:
+            return False
         lr = lr_at(self.position.step, self.plan.steps, self.settings)
         results, norm = self.engine.step(mine, lr)
         used = planned.popleft()
@@ -184,6 +204,7 @@ class Loop:
         self.position = replace(
             self.position, step=step, cursor=used.after, tokens=self.position.tokens + used.tokens
         )
+        return True
 
     def _due(self) -> bool:
         """Whether this step ends with a validation and a checkpoint."""
@@ -196,7 +217,7 @@ class Loop:
     def _looked_at(self) -> bool:
         return not self.group.on_gpu or self._logged() or self._due()
 
-    def _settle(self) -> _Step:
+    def _settle(self) -> _Step | None:
         """Wait for the steps that were queued and look at them; returns the last.
 
         Raises DraftmillError, in every process, where a loss was no number.
@@ -213,6 +234,8 @@ class Loop:
                 f"{list(step.planned.sample_ids)}. Lower lr, or check these samples with "
                 "`draftmill verify`; the last checkpoint is whole."
             )
+        if not steps:
+            return None
         last = steps[-1]
         averages = Averages()
         for result in last.results:
@@ -230,7 +253,9 @@ class Loop:
             )
         return last
 
-    def loader(self, samples: data.Samples, *, processes: bool = False) -> RowLoader:
+    def loader(
+        self, samples: data.Samples, stop: Callable[[], bool], *, processes: bool = False
+    ) -> RowLoader:
         """What brings rows of these samples to this process's device."""
         return RowLoader(
             self._reader,
@@ -242,25 +267,35 @@ class Loop:
             # A compiled model wants one shape; a CPU wants no empty places.
             pad_to=self.settings.max_seq_len if self.group.on_gpu else 0,
             device=self.group.device,
+            # One of several processes cannot save alone; a second signal ends it.
+            stop=stop if self.group.size == 1 else _never,
         )
 
-    def _validate(self) -> None:
+    def _validate(self, stop: Callable[[], bool]) -> bool:
+        """Validate, if there is anything to do it with; False when `stop` came before the end."""
         rows = data.validation_rows(
             self.plan.validation,
             room=self.settings.max_seq_len,
             limit=self.settings.validation_rows,
         )
         if not rows:
-            return
+            return True
         mine, count = shares(rows, self.group)
         model = self.engine.model
         model.eval()
-        with closing(self.loader(self.plan.validation).batches(mine)) as batches:
-            result = validate(self.engine.forward, batches, self.group, count)
+        with closing(self.loader(self.plan.validation, stop).batches(mine)) as batches:
+            try:
+                result = validate(self.engine.forward, batches, self.group, count, stop)
+            except Interrupted:
+                result = None
         model.train()
+        if result is None:
+            self.position = replace(self.position, owes_validation=True)
+            return False
         self.position = self.position.validated(result)
         if self.log is not None:
             self.log.write("validation", self.position.step, **result)
+        return True
 
     def _save(self) -> None:
         tensors = self.engine.state()
@@ -269,22 +304,29 @@ class Loop:
 
     def _write(self, tensors: dict[str, Any], weights: dict[str, Tensor]) -> None:
         form = self.settings.checkpoint_format
-        with files.disk_full_is_budget(self.output):
-            checkpoint.save(
-                self.output,
-                self.position,
-                tensors,
-                lambda folder: save_draft(self.engine.model, folder, form, weights),
-            )
+        checkpoint.save(
+            self.output,
+            self.position,
+            tensors,
+            lambda folder: save_draft(self.engine.model, folder, form, weights),
+        )
         checkpoint.prune(self.output, self.settings.keep_checkpoints, self.position.best_step)
 
     def _end(self, interrupted: bool) -> None:
         if self.log is None:
             return
         if not interrupted:
-            best = self.position.best_step or self.position.step
-            checkpoint.publish(self.output, best, (WEIGHTS_FILE, CONFIG_FILE))
+            self._publish()
         self.log.write("end", self.position.step, interrupted=interrupted)
+
+    def _publish(self) -> None:
+        best = self.position.best_step or self.position.step
+        if not checkpoint.has_draft(checkpoint.folder_of(self.output, best)):
+            if checkpoint.has_draft(self.output):
+                return  # a finished run whose checkpoints were removed
+            self._note(f"the draft of step {best:,}, the best, is gone; the newest stands for it")
+            best = self.position.step
+        checkpoint.publish(self.output, best)
 
     def _progress(self, done: _Step, speed: float) -> TrainProgress:
         return TrainProgress(

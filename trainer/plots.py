@@ -62,7 +62,8 @@ def plot_acceptance(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _line(axes: Axes, entries: Sequence[Mapping[str, Any]], name: str, **style: Any) -> None:
-    points = [(entry["step"], entry[name]) for entry in entries if name in entry]
+    found = [(entry["step"], entry.get(name)) for entry in entries]
+    points = [(step, value) for step, value in found if isinstance(value, (int, float))]
     if points:
         axes.plot(*zip(*points, strict=True), **style)
 

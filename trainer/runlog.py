@@ -24,7 +24,7 @@ class RunLog:
 
     def __init__(self, path: Path, *, after_step: int, tensorboard: Path | None = None) -> None:
         self._board = None if tensorboard is None else _summary_writer(tensorboard, after_step + 1)
-        kept = [line for line in read_log(path) if line.get("step", 0) <= after_step]
+        kept = [line for line in read_log(path) if line["step"] <= after_step]
         if path.exists():
             files.write_atomic(path, "".join(_line(entry) for entry in kept), "log")
         self._file = path.open("a", encoding="utf-8")
@@ -57,16 +57,16 @@ def _summary_writer(folder: Path, purge_step: int) -> Any:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a log; a torn last line is left out."""
+    """All whole lines of a log; what a crash or a person left between them is left out."""
     entries: list[dict[str, Any]] = []
     if not path.exists():
         return entries
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(entry, dict):
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int) and "kind" in entry:
             entries.append(entry)
     return entries
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -13,6 +14,8 @@ from draftmill.manifests.config import setting
 
 # speculators' own, and the flat one of class LlamaForCausalLMEagle3.
 DraftForm: TypeAlias = Literal["speculators", "flat"]
+# Told what a person should know.
+OnNote: TypeAlias = Callable[[str], None]
 
 
 def is_leader() -> bool:
@@ -72,7 +75,7 @@ class TrainSettings:
     log_every: int = _key(10, "Steps between lines of the log.", free=True)
     decode_workers: int = _key(
         2,
-        "Threads, or processes beside a GPU, that read samples ahead of need; 0 reads in line.",
+        "Threads, or processes beside a GPU, that read samples ahead of need; 0: none is ahead.",
         free=True,
     )
     prefetch_mb: int = _key(1024, "Most megabytes of decoded samples that wait.", free=True)

@@ -7,7 +7,7 @@ and a plot. The loop is `loop`'s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +21,11 @@ from draftmill.manifests.errors import DamagedError
 from draftmill.manifests.shards.reader import ShardReader
 from draftmill.manifests.target.target import TargetModel, check_target_layer_ids
 from draftmill.trainer import checkpoint
-from draftmill.trainer.checkpoint import Position
+from draftmill.trainer.checkpoint import Position, folder_of
 from draftmill.trainer.devices import joined
 from draftmill.trainer.drafts.model import create_draft, save_draft
 from draftmill.trainer.drafts.vocab import VocabMapping, load_mapping, make_vocab, save_mapping
-from draftmill.trainer.finetune import OnNote, Start, open_checkpoint
+from draftmill.trainer.finetune import Start, open_checkpoint
 from draftmill.trainer.interrupt import interruptible
 from draftmill.trainer.loading.groups import StatesShape
 from draftmill.trainer.loading.plan import Plan, load_plan, make_plan, next_epoch, save_plan
@@ -34,9 +34,21 @@ from draftmill.trainer.loop import Loop, OnTrainProgress
 from draftmill.trainer.match import check_dataset
 from draftmill.trainer.model_card import CARD_FILE, TRAINING_PLOT, describe_data, model_card
 from draftmill.trainer.plots import plot_training
-from draftmill.trainer.run_folder import bind_run, locked_run
+from draftmill.trainer.run_folder import (
+    LOG_FILE,
+    MAPPING_FILE,
+    PLAN_FILE,
+    RESTORE,
+    bind_run,
+    locked_run,
+)
 from draftmill.trainer.runlog import RunLog, read_log
-from draftmill.trainer.settings import Finetune, TrainSettings
+from draftmill.trainer.settings import Finetune, OnNote, TrainSettings
+
+_FULL = (
+    "What was learnt up to the last checkpoint is safe: once there is room, the same command goes "
+    "on from there."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,8 +101,9 @@ def train(
     losses, as without the interruption. A finished run returns at once.
 
     Raises SettingsMismatch when `output` holds a run with other settings, DatasetError when there
-    is nothing to train on or planned samples are gone, DamagedError when one cannot be read,
-    ConfigError when target, dataset and checkpoint do not belong together.
+    is nothing to train on or planned samples are gone, DamagedError when one of them or a file of
+    the run cannot be read, ConfigError when target, dataset and checkpoint do not belong together,
+    BudgetError when the disk of `output` is full. A run that is refused leaves nothing in `output`.
     """
     check_target_layer_ids(target_layer_ids, target.num_layers)
     start = None
@@ -106,10 +119,12 @@ def train(
         )
         settings = start.settings
     with joined(settings) as group, ExitStack() as stack:
+        stack.enter_context(files.disk_full_is_budget(output, _FULL))
+        begun: list[Callable[[], None]] = []
 
         def prepare() -> tuple[Plan, VocabMapping]:
             if group.leads:
-                stack.enter_context(locked_run(output))
+                begun.append(stack.enter_context(locked_run(output)))
             origin = None if start is None else start.digest
             plan = _bound_plan(
                 dataset,
@@ -134,20 +149,22 @@ def train(
             shape=StatesShape(layers=len(target_layer_ids) + 1, hidden_size=target.hidden_size),
             output=output,
             group=group,
+            note=tell,
         )
+        for keep in begun:
+            keep()
         if loop.log is not None:
             stack.callback(loop.log.close)
             _log_start(loop.log, loop, vocab, notes)
         stop = stack.enter_context(interruptible())
-        before = loop.position.step
-        if before >= plan.steps and not grow:
+        finished = loop.finished
+        if finished and not grow:
             note("this run is finished; with other settings or samples, name another --output")
         interrupted = loop.run(stop, on_progress)
         position = loop.position
         # Not again for a finished run: its card may have measurements in it by now.
-        stale = position.step > before or not (output / CARD_FILE).exists()
+        stale = not finished or not (output / CARD_FILE).exists()
         if group.leads and stale and not interrupted:
-            plot_training(read_log(output / "log.jsonl"), output / TRAINING_PLOT)
             card = model_card(
                 target=target,
                 target_layer_ids=target_layer_ids,
@@ -161,7 +178,7 @@ def train(
                 validation=position.best_validation,
                 finetuned_from=None if finetune is None else finetune.name,
             )
-            files.write_atomic(output / CARD_FILE, card, "card")
+            _describe(output, card, note)
     return TrainReport(
         output=output,
         step=position.step,
@@ -192,9 +209,26 @@ def initial_draft(
 ) -> Path:
     """Write the draft as it is before the first step into `output`: a baseline to serve."""
     vocab = make_vocab(dataset, settings.draft_vocab_size, target=target)
+    draft = create_draft(target, target_layer_ids, vocab, settings)
     output.mkdir(parents=True, exist_ok=True)
-    save_draft(create_draft(target, target_layer_ids, vocab, settings), output)
+    save_draft(draft, output)
     return output
+
+
+def _describe(output: Path, card: str, note: OnNote) -> None:
+    """Write what people read of a draft; for want of room the draft is there without."""
+    try:
+        plot_training(read_log(output / LOG_FILE), output / TRAINING_PLOT)
+        files.write_atomic(output / CARD_FILE, card, "card")
+    except OSError as error:
+        if (words := files.full_disk(error)) is None:
+            raise
+        for name in (CARD_FILE, TRAINING_PLOT):
+            (output / f".{name}.tmp").unlink(missing_ok=True)
+        note(
+            f"{output}: {words}. The draft is complete but for its model card and plot; once there "
+            "is room, the same command writes them"
+        )
 
 
 def _bound_plan(
@@ -214,9 +248,10 @@ def _bound_plan(
     with Dataset.open(dataset).reader() as reader:
         table = reader.trainable()
         check_dataset(reader, table, target, target_layer_ids)
-    path = output / "plan.parquet"
-    if path.exists():
-        bind_run(output, settings, target, target_layer_ids, finetuned_from)
+    path = output / PLAN_FILE
+    new = not path.exists()
+    if not new:
+        bind_run(output, settings, target, target_layer_ids, finetuned_from, new=False)
         plan = load_plan(path, table, settings.max_seq_len)
         if tell_growth is None:
             return plan
@@ -224,10 +259,10 @@ def _bound_plan(
     if checkpoint.checkpoints(output):
         raise DamagedError(
             f"{path} is gone, without which the checkpoints beside it cannot go on with the same "
-            "samples. Restore it, or name another output folder."
+            f"samples. {RESTORE}"
         )
     plan = make_plan(table, settings)
-    bind_run(output, settings, target, target_layer_ids, finetuned_from)
+    bind_run(output, settings, target, target_layer_ids, finetuned_from, new=True)
     save_plan(plan, path)
     return plan
 
@@ -248,7 +283,7 @@ def _grown(
     epoch, row = next_epoch(plan, settings, position.cursor)
     grown = grow_plan(plan, table, settings, epoch=epoch, row=row)
     if grown is not plan:
-        save_plan(grown, output / "plan.parquet")
+        save_plan(grown, output / PLAN_FILE)
         more = len(grown.train) - len(plan.train)
         tell(f"--grow: {more:,} new samples from epoch {epoch + 1} on, {grown.steps:,} steps")
     elif not settings.steps and epoch >= settings.epochs:
@@ -267,10 +302,16 @@ def _vocab(
 ) -> VocabMapping:
     """The run's own copy of its mapping: the dataset may grow and get another one."""
     # Not beside the draft: vLLM loads every safetensors file that lies there.
-    path = output / "vocab" / "mapping.safetensors"
-    path.parent.mkdir(exist_ok=True)
+    path = output / MAPPING_FILE
     found = load_mapping(path, target.vocab_size)
     if found is None or found.size != settings.draft_vocab_size:
+        if steps := checkpoint.checkpoints(output):
+            raise DamagedError(
+                f"{path} is gone or damaged, which says what the rows of the checkpoints' heads "
+                f"mean. {RESTORE} With --finetune-from {folder_of(output, steps[-1])} it starts "
+                "from that draft."
+            )
+        path.parent.mkdir(exist_ok=True)
         if start is None:
             found = make_vocab(dataset, settings.draft_vocab_size, target=target)
         else:

@@ -54,19 +54,27 @@ def shares(rows: Sequence[Row], group: Group) -> tuple[list[Row], int]:
 
 
 def validate(
-    run: Callable[[Batch], Forward], batches: Iterable[Batch], group: Group, count: int
-) -> dict[str, float]:
+    run: Callable[[Batch], Forward],
+    batches: Iterable[Batch],
+    group: Group,
+    count: int,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
     """Loss, full_acc_i and cond_acc_i over the first `count` batches, and `accepted_per_step`.
 
     The accuracies follow speculators: against the target's own choice within the draft vocabulary,
     averaged over all places. `accepted_per_step` is stricter: what greedy speculative decoding
     would have accepted along the completions as they are. All processes of the group take part,
-    each with its own batches, and all get the result over all.
+    each with its own batches, and all get the result over all; none where `stop` of one of them
+    came in between.
     """
     averages = Averages()
     acceptance = Acceptance()
     with torch.no_grad():
         for number, batch in enumerate(batches):
+            # Everybody asks, so that nobody stops alone.
+            if group.any(stop()):
+                return None
             forward = run(batch)
             averages.add(forward, counts=number < count)
             found = row_acceptance(batch, forward.drafted.cpu().numpy())

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from draftmill.manifests.errors import (
     ConfigError,
@@ -393,7 +392,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     (checkpoint.folder_of(output, 24) / "training" / "state.json").write_text("{")
     for step in checkpoint.checkpoints(output)[:-1]:
         shutil.rmtree(checkpoint.folder_of(output, step))
-    with pytest.raises(DamagedError, match="cannot be resumed from"):
+    with pytest.raises(DamagedError, match="No checkpoint of this run can be gone on from"):
         run(dataset, target, output)
 
 
@@ -402,9 +401,8 @@ def test_checkpoints_cannot_run_code(tmp_path: Path) -> None:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "owned"),)
 
-    checkpoint.save(tmp_path, checkpoint.Position(step=1), {"weights": {}}, lambda folder: None)
-    torch.save({"weights": Evil()}, checkpoint.folder_of(tmp_path, 1) / "training" / "state.pt")
-    with pytest.raises(DamagedError):
+    checkpoint.save(tmp_path, checkpoint.Position(step=1), {"weights": Evil()}, lambda folder: None)
+    with pytest.raises(DamagedError, match="mkdir"):
         checkpoint.load(tmp_path, 1)
     assert not (tmp_path / "owned").exists()
 

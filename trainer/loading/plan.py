@@ -10,11 +10,12 @@ import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 from numpy.typing import NDArray
 
 from draftmill.manifests import files
@@ -23,7 +24,8 @@ from draftmill.trainer.loading import data
 from draftmill.trainer.loading.data import Cursor, Packing, Samples
 from draftmill.trainer.settings import TrainSettings
 
-_VERSION = 2
+_VERSION = 3
+_Columns: TypeAlias = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,32 +135,24 @@ def _joined(first: Samples, second: Samples) -> Samples:
 def save_plan(plan: Plan, path: Path) -> None:
     """Freeze the plan at `path`, atomically."""
     parts = (plan.train, plan.validation)
-    digests = np.ascontiguousarray(np.concatenate([part.digest for part in parts]))
-    validation = np.repeat([False, True], [len(part) for part in parts])
-    table = pa.table(
-        {
-            "id": np.concatenate([part.id for part in parts]),
-            "digest": pa.Array.from_buffers(
-                pa.binary(16), len(digests), [None, pa.py_buffer(digests)]
-            ),
-            "prompt_tokens": np.concatenate([part.prompt_tokens for part in parts]),
-            "tokens": np.concatenate([part.tokens for part in parts]),
-            "since": np.concatenate([plan.since, np.zeros(len(plan.validation), np.int32)]),
-            "validation": validation,
-        },
-        metadata={
-            "draftmill.plan": json.dumps(
-                {
-                    "version": _VERSION,
-                    "steps": plan.steps,
-                    "packing": asdict(plan.packing),
-                    "cut": plan.cut,
-                    "nothing_supervised": plan.nothing_supervised,
-                    "fingerprint": plan.fingerprint,
-                }
-            )
-        },
-    )
+    columns: _Columns = {
+        name: np.ascontiguousarray(np.concatenate([getattr(part, name) for part in parts]))
+        for name in ("id", "digest", "prompt_tokens", "tokens")
+    }
+    columns["since"] = np.concatenate([plan.since, np.zeros(len(plan.validation), np.int32)])
+    columns["validation"] = np.repeat([False, True], [len(part) for part in parts])
+    facts = {
+        "version": _VERSION,
+        "steps": plan.steps,
+        "packing": asdict(plan.packing),
+        "cut": plan.cut,
+        "nothing_supervised": plan.nothing_supervised,
+        "fingerprint": plan.fingerprint,
+    }
+    facts["xxh3"] = _checksum(columns, facts)
+    digests = columns["digest"]
+    fixed = pa.Array.from_buffers(pa.binary(16), len(digests), [None, pa.py_buffer(digests)])
+    table = pa.table({**columns, "digest": fixed}, metadata={"draftmill.plan": json.dumps(facts)})
     temporary = path.with_name(f".{path.name}.tmp")
     pq.write_table(table, temporary, compression="zstd")
     files.publish(temporary, path, "plan")
@@ -168,36 +162,57 @@ def load_plan(path: Path, table: pa.Table, max_seq_len: int) -> Plan:
     """The frozen plan, with the places where its samples lie now.
 
     Samples added since do not matter. Raises DatasetError when a planned sample is gone or is
-    another one now, DamagedError when the file is no plan.
+    another one now, DamagedError when the file is no plan or not as it was written.
     """
     try:
-        frozen = pq.read_table(path).combine_chunks()
-        facts = json.loads(frozen.schema.metadata[b"draftmill.plan"])
-        if facts["version"] != _VERSION:
-            raise ValueError(f"version {facts['version']}, known is {_VERSION}")
-        facts["packing"] = Packing(**facts["packing"])
-        planned = {
-            name: frozen.column(name).to_numpy() for name in frozen.column_names if name != "digest"
-        }
-        digests = frozen.column("digest").chunk(0)
-        planned["digest"] = np.frombuffer(
-            digests.buffers()[1], np.uint64, 2 * len(digests), 16 * digests.offset
-        ).reshape(-1, 2)
+        planned, facts = _frozen(path)
     except (OSError, pa.ArrowException, LookupError, TypeError, ValueError) as error:
-        raise DamagedError(f"{path} is no plan of a run: {error}") from error
+        raise DamagedError(
+            f"{path} is no plan of a run: {error}. Restore it from a copy, or name another output "
+            "folder."
+        ) from error
     samples = data.select(table, max_seq_len).samples
     rows_now = _rows_of(planned, samples)
-    validation = planned["validation"].astype(bool)
+    validation = planned["validation"]
     return Plan(
         train=samples.take(rows_now[~validation]),
-        since=planned["since"][~validation].astype(np.int32),
+        since=planned["since"][~validation],
         validation=samples.take(rows_now[validation]),
-        steps=int(facts["steps"]),
-        packing=facts["packing"],
-        cut=int(facts["cut"]),
-        nothing_supervised=int(facts["nothing_supervised"]),
-        fingerprint=str(facts["fingerprint"]),
+        steps=facts["steps"],
+        packing=Packing(**facts["packing"]),
+        cut=facts["cut"],
+        nothing_supervised=facts["nothing_supervised"],
+        fingerprint=facts["fingerprint"],
     )
+
+
+def _frozen(path: Path) -> tuple[_Columns, dict[str, Any]]:
+    """What `save_plan` wrote: columns and facts."""
+    frozen = pq.read_table(path).combine_chunks()
+    facts = json.loads((frozen.schema.metadata or {})[b"draftmill.plan"])
+    if facts["version"] != _VERSION:
+        raise ValueError(f"version {facts['version']}, known is {_VERSION}")
+    planned: _Columns = {
+        name: frozen.column(name).to_numpy() for name in frozen.column_names if name != "digest"
+    }
+    digests = frozen.column("digest").chunk(0)
+    planned["digest"] = np.frombuffer(
+        digests.buffers()[1], np.uint64, 2 * len(digests), 16 * digests.offset
+    ).reshape(-1, 2)
+    if _checksum(planned, facts) != facts["xxh3"]:
+        raise ValueError("it is not what was written")
+    return planned, facts
+
+
+def _checksum(columns: _Columns, facts: dict[str, Any]) -> str:
+    """32 hex digits of everything in a plan but these."""
+    hasher = xxhash.xxh3_128()
+    for name, column in sorted(columns.items()):
+        hasher.update(f"{name} {column.dtype} {column.shape}".encode())
+        hasher.update(np.ascontiguousarray(column).view(np.uint8).data)
+    rest = {name: value for name, value in facts.items() if name != "xxh3"}
+    hasher.update(json.dumps(rest, sort_keys=True).encode())
+    return hasher.hexdigest()
 
 
 def _rows_of(planned: dict[str, Any], samples: Samples) -> Any:
