@@ -27,8 +27,8 @@ from draftmill.manifests.target.target import TargetModel
 from draftmill.trainer.loading import data
 from draftmill.trainer.loading.data import Samples
 from draftmill.trainer.loading.reading import SampleReader
-from draftmill.trainer.threads import Threads
-from draftmill.trainer.waiting import Patience, Reads, Watched
+from draftmill.trainer.loading.threads import Threads
+from draftmill.trainer.loading.waiting import Patience, Reads, Watched
 
 _NO_CUT = 2**31 - 1
 

@@ -33,8 +33,8 @@ from draftmill.trainer.loading.reading import (
     renamed,
 )
 from draftmill.trainer.loading.rows import Batch, load_row, merge_row
-from draftmill.trainer.threads import Threads
-from draftmill.trainer.waiting import Patience, Reads, Watched
+from draftmill.trainer.loading.threads import Threads
+from draftmill.trainer.loading.waiting import Patience, Reads, Watched
 
 _T = TypeVar("_T")
 _Asked = TypeVar("_Asked", contravariant=True)

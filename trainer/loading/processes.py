@@ -28,7 +28,7 @@ from draftmill.manifests.errors import DraftmillError
 from draftmill.trainer.loading.data import Cursor, Row
 from draftmill.trainer.loading.groups import Bytes
 from draftmill.trainer.loading.reading import Item, PlaneRow, ReadRow, named
-from draftmill.trainer.waiting import Patience, Reads, Watched
+from draftmill.trainer.loading.waiting import Patience, Reads, Watched
 
 _NOWHERE = np.empty(0, np.uint8)
 _NOBODY = Row(members=(), cursor=Cursor())
