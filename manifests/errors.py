@@ -25,7 +25,7 @@ import struct
 
 # What data of somebody else's making can do to the code that reads it. For the few lines that take
 # such data apart, never around code that does more.
-NOT_UNDERSTOOD: tuple[type[Exception], ...] = (
+NOT_UNDERSTOOD = (
     ArithmeticError,
     AttributeError,
     LookupError,

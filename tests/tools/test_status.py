@@ -80,10 +80,10 @@ def test_precision_of_what_is_stored_is_one_line(tmp_path: Path) -> None:
         async with TargetServer(staging=str(staging)) as server:
             for number in range(1, 9):
                 if number not in ids:
-                    server.plan(IDS[dataset.path][number], ["hang"])
-            await run(dataset, server.url, staging, codec=codec, request_timeout_s=0.2, tries=1)
+                    server.plan(IDS[dataset.path][number], ["http_400"])
+            await run(dataset, server.url, staging, codec=codec, stop_after_bad=0)
         with dataset.writer() as writer:
-            retry(writer, select(writer, RowFilter(states=("timed_out",))))
+            retry(writer, select(writer, RowFilter(states=("failed",))))
 
     def line() -> str:
         shown = " ".join(status(dataset.path).stdout.split())
