@@ -17,9 +17,9 @@ import pytest
 
 from draftmill.manifests.shards.reader import ShardReader
 from draftmill.manifests.target.target import TargetModel
-from draftmill.trainer import checkpoint, waiting
+from draftmill.trainer import checkpoint
 from draftmill.trainer.interrupt import Interrupted
-from draftmill.trainer.loading import data, loader
+from draftmill.trainer.loading import data, loader, waiting
 from draftmill.trainer.loading.loader import RowLoader
 from draftmill.trainer.loop import TrainProgress
 from tests.trainer import tiny
