@@ -15,8 +15,9 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from draftmill.builder.serving.processes import SHARED_MEMORY, marked, shared_memory
+from draftmill.builder.serving.processes import SHARED_MEMORY, in_use, marked, shared_memory
 from draftmill.builder.serving.state import ServerFiles
+from draftmill.manifests.errors import ServerError
 
 _NAME = "draftmill-"
 # The address of a socket has 108 bytes, the last one 0; vLLM puts a slash and a UUID behind this.
@@ -25,8 +26,14 @@ _SHORT_PARENT = "/tmp"
 
 
 def temporary_folder(mark: str) -> Path:
-    """Where the server with this mark keeps what is temporary. Not made here."""
-    folder = Path(tempfile.gettempdir()) / f"{_NAME}{mark[:12]}"
+    """Where the server with this mark keeps what is temporary. Not made here.
+
+    Raises ServerError when nothing temporary can be written anywhere.
+    """
+    try:
+        folder = Path(tempfile.gettempdir()) / f"{_NAME}{mark[:12]}"
+    except FileNotFoundError as error:
+        raise ServerError(f"{error.strerror}: set TMPDIR to one that can be written") from error
     if len(os.fsencode(folder)) > _LONGEST_PATH:
         return Path(_SHORT_PARENT) / folder.name
     return folder
@@ -56,13 +63,16 @@ def remove(mark: str, temp_folder: str, shared: list[str]) -> None:
     """Delete what a server that has ended was known to use; nothing else, whatever the file of its
     state says."""
     folder = Path(temp_folder)
-    if folder.name == temporary_folder(mark).name and not folder.is_symlink():
-        shutil.rmtree(folder, ignore_errors=True)
-    for each in map(Path, shared):
-        if each.parent == SHARED_MEMORY:
-            with contextlib.suppress(OSError):
-                if each.stat().st_uid == os.getuid():
-                    each.unlink()
+    with contextlib.suppress(OSError, ValueError):
+        if folder.name == f"{_NAME}{mark[:12]}" and not folder.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)
+    named = (each for each in map(Path, shared) if each.parent == SHARED_MEMORY)
+    left = {each for each in named if os.path.lexists(each)}
+    # A name may be somebody else's by now: what a process still uses is its own.
+    for each in left - in_use(left):
+        with contextlib.suppress(OSError, ValueError):
+            if each.lstat().st_uid == os.getuid():
+                each.unlink()
 
 
 def _user() -> str:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import psutil
@@ -110,12 +109,24 @@ def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
     born = min((each.create_time() for each in processes), default=0.0)
     for process in processes:
         with contextlib.suppress(psutil.Error, OSError):
-            names = {each.path for each in process.memory_maps(grouped=True)}
-            names |= {each.path for each in process.open_files()}
-            for name in names:
-                path = Path(re.sub(re.escape(_DELETED) + "$", "", name))
-                if path.is_relative_to(SHARED_MEMORY):
-                    about = path.stat()
-                    if about.st_uid == os.getuid() and about.st_ctime >= born - 1.0:
-                        found.add(path)
+            for path in _used_by(process):
+                about = path.stat()
+                if about.st_uid == os.getuid() and about.st_ctime >= born - 1.0:
+                    found.add(path)
     return found
+
+
+def in_use(paths: Collection[Path]) -> set[Path]:
+    """Those of these files below /dev/shm that a living process has mapped or open."""
+    found: set[Path] = set()
+    for process in psutil.process_iter() if paths else ():
+        with contextlib.suppress(psutil.Error, OSError):
+            found |= _used_by(process) & set(paths)
+    return found
+
+
+def _used_by(process: psutil.Process) -> set[Path]:
+    names = {each.path for each in process.memory_maps(grouped=True)}
+    names |= {each.path for each in process.open_files()}
+    paths = (Path(name.removesuffix(_DELETED)) for name in names)
+    return {path for path in paths if path.is_relative_to(SHARED_MEMORY)}

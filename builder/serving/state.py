@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,8 @@ from draftmill.manifests import files, lock
 from draftmill.manifests.errors import LockedError, ServerError
 
 HOST = "127.0.0.1"
+# 32 hex digits, as `secrets.token_hex(16)` gives them.
+_MARK = re.compile("[0-9a-f]{32}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +52,18 @@ class ServerFiles:
         """What an earlier run left, or None if there is nothing that can be used."""
         try:
             state = ServerState(**json.loads(self.state_path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
-        whole = isinstance(state.mark, str) and state.mark and isinstance(state.port, int)
+        # What is removed later is found by these, so nothing odd may be in them.
+        shared = state.shared_memory
+        whole = (
+            isinstance(state.mark, str)
+            and _MARK.fullmatch(state.mark)
+            and isinstance(state.port, int)
+            and isinstance(state.temp_folder, str)
+            and isinstance(shared, list)
+            and all(isinstance(each, str) for each in shared)
+        )
         return state if whole else None
 
     def write(self, state: ServerState) -> None:

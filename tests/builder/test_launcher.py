@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
+import json
 import os
 import signal
 import socket
@@ -273,6 +275,58 @@ def test_only_its_own_is_removed(tmp_path: Path) -> None:
     assert (mine / "file").exists()
     leavings.remove("a" * 32, str(mine), [])
     assert not mine.exists()
+
+
+def test_shared_memory_that_somebody_uses_stays(tmp_path: Path) -> None:
+    """The same name may be another program's by now."""
+    used, left = (Path("/dev/shm") / f"draftmill-test-{n}-{os.getpid()}" for n in ("used", "left"))
+    for each in (used, left):
+        each.write_bytes(b"x")
+    with used.open():
+        leavings.remove("a" * 32, "", [str(used), str(left), str(tmp_path), "/dev/shm/.."])
+        assert used.exists()
+        assert not left.exists()
+    leavings.remove("a" * 32, "", [str(used)])
+    assert not used.exists()
+
+
+ODD: list[Any] = [None, 3, [], {}, "", "x\0y", "..", "/", "../../precious", ["/etc/passwd", 3]]
+
+
+@in_loop
+async def test_an_odd_state_removes_nothing(tmp_path: Path, folder: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").touch()
+    sound = {
+        "mark": "0" * 32,
+        "port": 1,
+        "fingerprint": "x",
+        "command": [],
+        "temp_folder": str(precious),
+        "shared_memory": [],
+    }
+    folder.mkdir()
+    left = ServerFiles(folder, "generate")
+    whole = [{**sound, key: odd} for key in sound for odd in [*ODD, str(precious)]]
+    # Put behind "draftmill-", these make a path that ends as that of the folder does.
+    whole += [{**sound, "mark": mark} for mark in ("/../precious", "../precious", "/precious")]
+    for text in [*map(json.dumps, whole), "[" * 100_000, "{}", "null", "[]"]:
+        left.state_path.write_text(text)
+        await stop_leftovers(folder)
+        assert (precious / "file").exists(), text
+
+
+@in_loop
+async def test_nowhere_for_what_is_temporary(
+    python: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nowhere() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/x']")
+
+    monkeypatch.setattr("tempfile.gettempdir", nowhere)
+    with pytest.raises(ServerError, match=r"No usable.*: set TMPDIR to one that can be written"):
+        await generation(python, folder).start()
 
 
 @pytest.mark.parametrize("loads_s", ["0", "2"], ids=["ready", "still loading"])
