@@ -8,6 +8,8 @@ Legend: T tokens, L layers, H hidden size, V vocabulary; words are bf16 bit patt
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,6 +109,26 @@ class ErrorSums:
     state_squares: Mapping[str, float] = field(default_factory=dict)
     kl_sum: float = 0.0
     kl_tokens: int = 0
+
+    @classmethod
+    def read(cls, text: str) -> ErrorSums:
+        """Sums that `asdict` gave, from JSON. Raises one of NOT_UNDERSTOOD for anything else."""
+        given = json.loads(text)
+        sums = cls(
+            samples=int(given["samples"]),
+            tokens=int(given["tokens"]),
+            error_squares={key: float(each) for key, each in given["error_squares"].items()},
+            state_squares={key: float(each) for key, each in given["state_squares"].items()},
+            kl_sum=float(given["kl_sum"]),
+            kl_tokens=int(given["kl_tokens"]),
+        )
+        squares = [*sums.error_squares.values(), *sums.state_squares.values()]
+        least = min([sums.samples, sums.tokens, sums.kl_tokens, *squares])
+        if least < 0 or not all(map(math.isfinite, [sums.kl_sum, *squares])):
+            raise ValueError("sums are finite, and none but that of KL is below 0")
+        if sums.error_squares.keys() != sums.state_squares.keys():
+            raise ValueError("errors and states are of the same layers")
+        return sums
 
     def __add__(self, other: ErrorSums) -> ErrorSums:
         return ErrorSums(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from draftmill.manifests import files
 from draftmill.manifests.codec.names import CODECS, is_lossless
 from draftmill.manifests.codec_error import ErrorSums
+from draftmill.manifests.errors import NOT_UNDERSTOOD
 from draftmill.manifests.headroom import room_for_samples
 from draftmill.manifests.manifest import Manifest
 from draftmill.manifests.shards.record import Record
@@ -124,10 +126,17 @@ def _rejected(manifest: Manifest) -> dict[str, dict[str, int]]:
 
 
 def codec_errors(manifest: Manifest) -> dict[str, ErrorSums]:
-    """What lossy codecs were measured to cost in this dataset, by codec."""
+    """What lossy codecs were measured to cost in this dataset, by codec.
+
+    Sums that cannot be read count as not measured: no sample hangs on them.
+    """
     prefix = "codec_error."
     rows = manifest.rows("SELECT key, value FROM meta WHERE starts_with(key, ?)", [prefix])
-    return {key[len(prefix) :]: ErrorSums(**json.loads(value)) for key, value in sorted(rows)}
+    found = {}
+    for key, value in sorted(rows):
+        with suppress(*NOT_UNDERSTOOD):
+            found[key[len(prefix) :]] = ErrorSums.read(value)
+    return found
 
 
 def add_codec_error(manifest: Manifest, codec: str, found: ErrorSums) -> None:

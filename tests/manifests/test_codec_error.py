@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from safetensors.numpy import save_file
 
 from draftmill.manifests import codec_error
 from draftmill.manifests.codec.numbers import to_floats, to_words
+from draftmill.manifests.dataset import Dataset
+from draftmill.manifests.errors import NOT_UNDERSTOOD
 from draftmill.manifests.target.target import TargetModel
 
 
@@ -100,3 +103,41 @@ def test_kl_through_lm_head(tmp_path: Path) -> None:
     p, q = probabilities(exact), probabilities(other)
     wanted = (p * np.log(p / q)).sum(axis=1).mean()
     assert codec_error.kl_through_lm_head(target, exact, other) == pytest.approx(wanted, rel=1e-4)
+
+
+SOUND = {
+    "samples": 2,
+    "tokens": 9,
+    "error_squares": {"2": 1.0},
+    "state_squares": {"2": 4.0},
+    "kl_sum": 0.1,
+    "kl_tokens": 5,
+}
+ODD_SUMS = [
+    *("", "null", "3", "[]", "{}", "[" * 5000, '"x"'),
+    *[
+        json.dumps({**SOUND, key: odd})
+        for key in SOUND
+        for odd in (None, "x", [1], {"2": "x"}, {"3": 1.0}, {"2": -1.0}, float("nan"), 1e999)
+    ],
+    *[json.dumps({**SOUND, key: -1}) for key in ("samples", "tokens", "kl_tokens")],
+    *[json.dumps({k: v for k, v in SOUND.items() if k != key}) for key in SOUND],
+]
+
+
+def test_sums_are_read_as_they_were_written_or_not_at_all() -> None:
+    sums = codec_error.ErrorSums.read(json.dumps(SOUND))
+    assert sums.figures()["relative_error"] == {"2": 0.5}
+    assert codec_error.ErrorSums.read(json.dumps(asdict(sums))) == sums
+    for text in ODD_SUMS:
+        with pytest.raises(NOT_UNDERSTOOD):
+            codec_error.ErrorSums.read(text)
+
+
+def test_odd_sums_of_a_dataset_count_as_not_measured(tmp_path: Path) -> None:
+    dataset = Dataset.create(tmp_path / "d", "# test\n")
+    with dataset.writer() as writer:
+        writer.manifest.set_meta("codec_error.rot4", json.dumps(SOUND))
+        for text in ODD_SUMS:
+            writer.manifest.set_meta("codec_error.bitround-4", text)
+            assert list(writer.summary()["codec_error"]) == ["rot4"]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -328,3 +329,15 @@ def test_a_browser_shows_it(found: dict[str, Any], tmp_path: Path, width: int) -
     assert seen["headings"] == len(sections(found))
     assert all(height > 80 for height in seen["drawings"])
     assert seen["outside"] == []
+
+
+def test_rows_without_lengths_have_no_part_in_the_mean() -> None:
+    groups = [
+        {"name": "extracted", "rows": 3, "mean": None},
+        {"name": "stop", "rows": 2, "mean": 7},
+    ]
+    for mean, rows in ((7.0, groups), (None, groups[:1])):
+        facts: Any = SimpleNamespace(
+            groups=[{**row, "name": GROUPS[n]} for n, row in enumerate(rows)], sources=[]
+        )
+        assert bias(facts, None)["mean_completion_tokens"] == mean

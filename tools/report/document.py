@@ -189,7 +189,9 @@ def least_tokens(deadlines: Rows, speeds: Rows) -> int | None:
 def bias(facts: Facts, late: int | None) -> dict[str, Any]:
     """What the set loses when the rows without a completion stay away: length and sources."""
     rows = {row["name"]: row for row in facts.groups}
-    there = [rows[name] for name in GROUPS[:3] if name in rows]
+    named = [rows[name] for name in GROUPS[:3] if name in rows]
+    # Rows of others' making may lack their lengths.
+    there = [row for row in named if row["mean"] is not None]
     count = sum(row["rows"] for row in there)
     mean = sum(row["rows"] * row["mean"] for row in there) / count if count else None
     timed_out = rows.get("timed_out", {}).get("rows", 0)
