@@ -7,14 +7,16 @@ checkpoint is best is the training loop's judgement.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import xxhash
@@ -30,10 +32,15 @@ from draftmill.trainer.settings import OnNote
 _NAME = re.compile(r"step-(\d{6,})")
 _STATE = "training/state.json"
 _TENSORS = "training/state.pt"
-_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+# What stands where a file should is no fault of the disk.
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 # What the folder of a checkpoint is called while another one of the same step takes its place.
 _REPLACED = ".replaced"
 _DRAFT = (WEIGHTS_FILE, CONFIG_FILE)
+
+# The files of a run that a checkpoint is worth nothing without, and the digests that they may have
+# had when it was written. The last one is what they have now.
+Ties: TypeAlias = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,18 +92,24 @@ def save(
     position: Position,
     tensors: dict[str, Any],
     write_draft: Callable[[Path], None],
+    ties: Ties,
 ) -> Path:
     """Write a checkpoint under another name, sync it, rename it: it is whole once it is there."""
     target = folder_of(run, position.step)
     temporary = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    _delete(temporary)
     try:
         (temporary / "training").mkdir(parents=True)
         write_draft(temporary)
         # Through a file of ours: torch's own hides what the system says of a full disk.
         with (temporary / _TENSORS).open("wb") as file:
             torch.save(tensors, file)
-        state = {"position": asdict(position), "xxh3": _digest(temporary / _TENSORS, position)}
+        state: dict[str, Any] = {
+            "position": asdict(position),
+            "run": {name: digests[-1] for name, digests in ties.items()},
+            "draft": _draft_digests(temporary),
+        }
+        state["xxh3"] = _digest(state, temporary / _TENSORS)
         text = json.dumps(state, indent=2, sort_keys=True)
         (temporary / _STATE).write_text(text + "\n", encoding="utf-8")
         for folder in (temporary / "training", temporary):
@@ -118,73 +131,113 @@ def save(
     return target
 
 
-def load(run: Path, step: int) -> tuple[Position, dict[str, Any]]:
+def load(run: Path, step: int, ties: Ties) -> tuple[Position, dict[str, Any]]:
     """What a checkpoint holds for going on.
 
-    Raises DamagedError when that is not what was written, DraftmillError when the disk fails.
+    Raises DamagedError when that is not what was written, DatasetError when the run that it was
+    written in is not `ties`', DraftmillError when the disk fails.
     """
     folder = folder_of(run, step)
     path = folder / _STATE
     try:
-        position, digest = _position(path.read_text(encoding="utf-8"), step)
+        state = _state(path)
+        position = _position(state["position"], step)
         path = folder / _TENSORS
-        if _digest(path, position) != digest:
+        _check_file(path)
+        if _digest(state, path) != state["xxh3"]:
             path = path.parent
             raise ValueError("state.json and state.pt are not the bytes that were written")
+        _check_ties(run, folder, state["run"], ties)
         # Plain tensors and containers only: a checkpoint from elsewhere cannot run code.
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        if isinstance(error, _GONE):
+        if error.errno in _GONE:
             raise DamagedError(f"{path}: {error.strerror}") from error
         raise DraftmillError(
             f"{path} cannot be read: {error.strerror}. Once the disk answers again, the same "
             "command goes on."
         ) from error
+    except DatasetError:
+        raise
     except Exception as error:  # unpickling raises whatever it meets
         raise DamagedError(f"{path}: {str(error) or type(error).__name__}") from error
     return position, tensors
 
 
-def _position(text: str, step: int) -> tuple[Position, str]:
-    """The position in state.json, and the digest that it gives. Raises ValueError and its kin."""
-    state = json.loads(text)
-    parts = {"position", "xxh3"}
+def _check_file(path: Path) -> None:
+    """A pipe would be waited for."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError("it is no file")
+
+
+def _state(path: Path) -> dict[str, Any]:
+    """What state.json says. Raises ValueError and its kin."""
+    _check_file(path)
+    state = json.loads(path.read_text(encoding="utf-8"))
+    parts = {"position", "run", "draft", "xxh3"}
     if not isinstance(state, dict) or not parts <= state.keys():
-        raise ValueError(f"an object with {' and '.join(sorted(parts))} was expected")
-    given = state["position"]
+        raise ValueError(f"an object with {', '.join(sorted(parts))} was expected")
+    return state
+
+
+def _position(given: Any, step: int) -> Position:
+    """The position in state.json. Raises ValueError and its kin."""
     lacking = [item.name for item in fields(Position) if item.name not in given]
     if lacking:
         raise ValueError(f"it lacks {', '.join(lacking)}")
     position = Position(**{**given, "cursor": Cursor(**given["cursor"])})
     if position.step != step:
         raise ValueError(f"it is of step {position.step}")
-    return position, state["xxh3"]
+    return position
 
 
-def _digest(path: Path, position: Position) -> str:
-    """32 hex digits of a position and the tensors that belong to it."""
-    hasher = xxhash.xxh3_128(json.dumps(asdict(position), sort_keys=True).encode())
+def _check_ties(run: Path, folder: Path, stored: Mapping[str, str], ties: Ties) -> None:
+    """Raise DatasetError unless the run's files are those that the checkpoint was written with."""
+    for name, digests in ties.items():
+        if stored.get(name) not in digests:
+            raise DatasetError(
+                f"{folder} and {run / name} are not of the same run: one of them was put there "
+                "later. Restore what belongs there from a copy, or name another output folder."
+            )
+
+
+def _digest(state: Mapping[str, Any], tensors: Path) -> str:
+    """32 hex digits of what state.json says, but for these, and the tensors beside it."""
+    rest = {name: value for name, value in state.items() if name != "xxh3"}
+    hasher = xxhash.xxh3_128(json.dumps(rest, sort_keys=True).encode())
+    return _add_file(hasher, tensors)
+
+
+def _add_file(hasher: xxhash.xxh3_128, path: Path) -> str:
     with path.open("rb") as file:
         while block := file.read(1 << 24):
             hasher.update(block)
     return hasher.hexdigest()
 
 
+def _draft_digests(folder: Path) -> dict[str, str]:
+    present = [name for name in _DRAFT if (folder / name).is_file()]
+    return {name: _add_file(xxhash.xxh3_128(), folder / name) for name in present}
+
+
 def latest(
     run: Path,
     check: Callable[[dict[str, Any]], None] = lambda _: None,
     note: OnNote = lambda _: None,
+    *,
+    ties: Ties,
 ) -> tuple[Position, dict[str, Any]] | None:
     """The newest checkpoint that can be gone on from, and None for a run that has none yet.
 
-    `check` raises DamagedError for tensors that are not the model's. Newer checkpoints than the one
-    that is found are put aside, or they would pass for what comes next; `note` is told.
+    `check` raises DamagedError for tensors that are not the model's. A checkpoint that is whole and
+    not of a run with these `ties` is a DatasetError: something was replaced. Newer ones than the
+    one that is found are put aside, or they would pass for what comes next; `note` is told.
     """
     clean(run)
     faults: dict[int, DamagedError] = {}
     for step in reversed(checkpoints(run)):
         try:
-            position, tensors = load(run, step)
+            position, tensors = load(run, step, ties)
             _checked(check, tensors, folder_of(run, step))
         except DamagedError as error:
             faults[step] = error
@@ -234,7 +287,7 @@ def clean(run: Path) -> None:
             if not target.exists():
                 path.rename(target)
         for path in root.glob(".step-*"):
-            shutil.rmtree(path, ignore_errors=True)
+            _delete(path)
 
 
 def publish(run: Path, step: int) -> None:
@@ -243,6 +296,16 @@ def publish(run: Path, step: int) -> None:
         temporary = run / f".{name}.tmp"
         shutil.copyfile(folder_of(run, step) / name, temporary)
         files.publish(temporary, run / name, "draft")
+
+
+def draft_is_whole(run: Path, step: int) -> bool:
+    """Whether a checkpoint's draft is there, with the bytes that were written."""
+    folder = folder_of(run, step)
+    try:
+        written = _state(folder / _STATE)["draft"]
+        return bool(written) and _draft_digests(folder) == written
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
 def has_draft(folder: Path) -> bool:
@@ -273,6 +336,15 @@ def resolve_draft(draft: str | Path) -> Path:
 def _remove(folder: Path) -> None:
     # Renamed first: a folder that is half removed must not pass for a checkpoint.
     doomed = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(doomed, ignore_errors=True)
+    _delete(doomed)
     folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    """A folder and all in it, or what stands in its place."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

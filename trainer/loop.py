@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftmill.manifests.errors import DraftmillError
 from draftmill.trainer import checkpoint
-from draftmill.trainer.checkpoint import Position
+from draftmill.trainer.checkpoint import Position, Ties
 from draftmill.trainer.devices import Group
 from draftmill.trainer.drafts.model import DraftModel, Forward, save_draft
 from draftmill.trainer.engine import Engine
@@ -97,6 +97,7 @@ class Loop:
         reader: SampleReader,
         shape: StatesShape,
         output: Path,
+        ties: Ties,
         group: Group | None = None,
         note: OnNote = lambda _: None,
     ) -> None:
@@ -108,8 +109,9 @@ class Loop:
         self._reader, self._shape = reader, shape
         self._every = settings.checkpoint_every or max(1, math.ceil(plan.steps / 10))
         self._unsettled: list[_Step] = []
-        self._note = note
-        found = self.group.in_turn(lambda: checkpoint.latest(output, self.engine.check, note))
+        self._note, self._ties = note, ties
+        check = self.engine.check
+        found = self.group.in_turn(lambda: checkpoint.latest(output, check, note, ties=ties))
         if found is not None:
             self.position, tensors = found
             self.engine.restore(tensors)
@@ -309,19 +311,24 @@ class Loop:
             self.position,
             tensors,
             lambda folder: save_draft(self.engine.model, folder, form, weights),
+            self._ties,
         )
         checkpoint.prune(self.output, self.settings.keep_checkpoints, self.position.best_step)
 
     def _end(self, interrupted: bool) -> None:
-        if self.log is None:
-            return
         if not interrupted:
-            self._publish()
-        self.log.write("end", self.position.step, interrupted=interrupted)
+            # What was damaged since it was written is written again: the weights are at hand.
+            whole = checkpoint.draft_is_whole(self.output, self.position.step)
+            if self.group.any(self.group.leads and not whole):
+                self._save()
+            if self.group.leads:
+                self._publish()
+        if self.log is not None:
+            self.log.write("end", self.position.step, interrupted=interrupted)
 
     def _publish(self) -> None:
         best = self.position.best_step or self.position.step
-        if not checkpoint.has_draft(checkpoint.folder_of(self.output, best)):
+        if not checkpoint.draft_is_whole(self.output, best):
             if checkpoint.has_draft(self.output):
                 return  # a finished run whose checkpoints were removed
             self._note(f"the draft of step {best:,}, the best, is gone; the newest stands for it")

@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from draftmill.manifests import files, lock
 from draftmill.manifests.errors import DamagedError, DatasetError, SettingsMismatch
 from draftmill.manifests.target.target import TargetModel
@@ -78,11 +80,12 @@ def bind_run(
     finetuned_from: str | None,
     *,
     new: bool,
-) -> None:
+) -> str:
     """Write run.json for a new run; for one that is there, refuse settings that differ.
 
-    `finetuned_from` is the digest of the checkpoint that the run starts from. Raises DamagedError
-    when the file is no such thing, or is not there and the run is not `new`.
+    Returns the digest of the settings. `finetuned_from` is that of the checkpoint that the run
+    starts from. Raises DamagedError when the file is no such thing, or is not there and the run is
+    not `new`.
     """
     binding: dict[str, Any] = {
         "version": _VERSION,
@@ -92,15 +95,16 @@ def bind_run(
         "finetuned_from": finetuned_from,
         **settings.binding(),
     }
+    text = json.dumps(binding, indent=2, sort_keys=True) + "\n"
+    digest = xxhash.xxh3_128(text.encode()).hexdigest()
     path = output / RUN_FILE
     if not path.exists():
         if not new:
             raise DamagedError(f"{path} is gone, which has the settings of this run. {RESTORE}")
         if (output / "config.json").exists() or (output / "config.toml").exists():
             raise DatasetError(f"{output} holds something that is no run. Name another folder.")
-        text = json.dumps(binding, indent=2, sort_keys=True) + "\n"
         files.write_atomic(path, text, "run")
-        return
+        return digest
     stored = _stored(path, binding)
     differing = [
         f"{key} was {stored.get(key)!r} and is now {binding.get(key)!r}"
@@ -112,9 +116,12 @@ def bind_run(
             f"{output} holds a run with other settings: {'; '.join(differing)}. "
             "Use the same settings to go on with it, or name another output folder."
         )
+    return digest
 
 
 def _stored(path: Path, binding: dict[str, Any]) -> dict[str, Any]:
+    if not path.is_file():  # a pipe would be waited for
+        raise DamagedError(f"{path} is no file. {RESTORE}")
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

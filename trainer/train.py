@@ -1,8 +1,7 @@
 """Trains a draft model from a dataset's shards: what the command line calls.
 
-Owns the run's folder: run.json (the settings it is bound to), plan.parquet, vocab/,
-log.jsonl, checkpoints/ and, once training is done, the draft itself at its top with its model card
-and a plot. The loop is `loop`'s.
+Owns what a run is from its first to its last moment and, once training is done, the model card and
+plot beside the draft. What it begins with is `begin`'s, the loop is `loop`'s.
 """
 
 from __future__ import annotations
@@ -12,36 +11,22 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
 import torch
 
 from draftmill.manifests import files
-from draftmill.manifests.dataset import Dataset
-from draftmill.manifests.errors import DamagedError
 from draftmill.manifests.shards.reader import ShardReader
 from draftmill.manifests.target.target import TargetModel, check_target_layer_ids
-from draftmill.trainer import checkpoint
-from draftmill.trainer.checkpoint import Position, folder_of
+from draftmill.trainer.begin import Beginning, begin
 from draftmill.trainer.devices import joined
 from draftmill.trainer.drafts.model import create_draft, save_draft
-from draftmill.trainer.drafts.vocab import VocabMapping, load_mapping, make_vocab, save_mapping
-from draftmill.trainer.finetune import Start, open_checkpoint
+from draftmill.trainer.drafts.vocab import VocabMapping, make_vocab
+from draftmill.trainer.finetune import open_checkpoint
 from draftmill.trainer.interrupt import interruptible
 from draftmill.trainer.loading.groups import StatesShape
-from draftmill.trainer.loading.plan import Plan, load_plan, make_plan, next_epoch, save_plan
-from draftmill.trainer.loading.plan import grow as grow_plan
 from draftmill.trainer.loop import Loop, OnTrainProgress
-from draftmill.trainer.match import check_dataset
 from draftmill.trainer.model_card import CARD_FILE, TRAINING_PLOT, describe_data, model_card
 from draftmill.trainer.plots import plot_training
-from draftmill.trainer.run_folder import (
-    LOG_FILE,
-    MAPPING_FILE,
-    PLAN_FILE,
-    RESTORE,
-    bind_run,
-    locked_run,
-)
+from draftmill.trainer.run_folder import LOG_FILE, locked_run
 from draftmill.trainer.runlog import RunLog, read_log
 from draftmill.trainer.settings import Finetune, OnNote, TrainSettings
 
@@ -122,22 +107,22 @@ def train(
         stack.enter_context(files.disk_full_is_budget(output, _FULL))
         begun: list[Callable[[], None]] = []
 
-        def prepare() -> tuple[Plan, VocabMapping]:
+        def prepare() -> Beginning:
             if group.leads:
                 begun.append(stack.enter_context(locked_run(output)))
-            origin = None if start is None else start.digest
-            plan = _bound_plan(
+            return begin(
                 dataset,
                 settings,
                 target,
                 target_layer_ids,
                 output,
-                origin,
-                tell if grow and group.leads else None,
+                start,
+                tell=tell if group.leads else None,
+                grow=grow,
             )
-            return plan, _vocab(dataset, settings, target, output, start)
 
-        plan, vocab = group.in_turn(prepare)
+        beginning = group.in_turn(prepare)
+        plan, vocab = beginning.plan, beginning.vocab
         shards = stack.enter_context(closing(ShardReader(Path(dataset))))
         loop = Loop(
             create_draft(target, target_layer_ids, vocab, settings, device=group.device)
@@ -148,6 +133,7 @@ def train(
             reader=shards,
             shape=StatesShape(layers=len(target_layer_ids) + 1, hidden_size=target.hidden_size),
             output=output,
+            ties=beginning.ties,
             group=group,
             note=tell,
         )
@@ -229,95 +215,6 @@ def _describe(output: Path, card: str, note: OnNote) -> None:
             f"{output}: {words}. The draft is complete but for its model card and plot; once there "
             "is room, the same command writes them"
         )
-
-
-def _bound_plan(
-    dataset: Path,
-    settings: TrainSettings,
-    target: TargetModel,
-    target_layer_ids: Sequence[int],
-    output: Path,
-    finetuned_from: str | None,
-    tell_growth: OnNote | None,
-) -> Plan:
-    """The run's plan; with `tell_growth` grown, and that is told what came of it.
-
-    A new one is made before the folder is bound to it: a refusal leaves none.
-    """
-    # The database is closed again at once: while it is open, nobody can write the dataset.
-    with Dataset.open(dataset).reader() as reader:
-        table = reader.trainable()
-        check_dataset(reader, table, target, target_layer_ids)
-    path = output / PLAN_FILE
-    new = not path.exists()
-    if not new:
-        bind_run(output, settings, target, target_layer_ids, finetuned_from, new=False)
-        plan = load_plan(path, table, settings.max_seq_len)
-        if tell_growth is None:
-            return plan
-        return _grown(plan, table, settings, output, tell_growth)
-    if checkpoint.checkpoints(output):
-        raise DamagedError(
-            f"{path} is gone, without which the checkpoints beside it cannot go on with the same "
-            f"samples. {RESTORE}"
-        )
-    plan = make_plan(table, settings)
-    bind_run(output, settings, target, target_layer_ids, finetuned_from, new=True)
-    save_plan(plan, path)
-    return plan
-
-
-def _grown(
-    plan: Plan, table: pa.Table, settings: TrainSettings, output: Path, tell: OnNote
-) -> Plan:
-    """The plan with the samples that were added since, frozen again before any of them is used."""
-    found = checkpoint.latest(output)
-    position = Position() if found is None else found[0]
-    too_late = (
-        "takes no more samples in. To train on new ones, name another --output; with "
-        f"--finetune-from {output} it starts from this draft"
-    )
-    if position.step >= plan.steps:
-        tell(f"--grow: this run is finished ({plan.steps:,} steps) and {too_late}")
-        return plan
-    epoch, row = next_epoch(plan, settings, position.cursor)
-    grown = grow_plan(plan, table, settings, epoch=epoch, row=row)
-    if grown is not plan:
-        save_plan(grown, output / PLAN_FILE)
-        more = len(grown.train) - len(plan.train)
-        tell(f"--grow: {more:,} new samples from epoch {epoch + 1} on, {grown.steps:,} steps")
-    elif not settings.steps and epoch >= settings.epochs:
-        tell(f"--grow: this run is in its last epoch and {too_late}")
-    else:
-        tell("--grow: the dataset has no new sample to train on")
-    return grown
-
-
-def _vocab(
-    dataset: Path,
-    settings: TrainSettings,
-    target: TargetModel,
-    output: Path,
-    start: Start | None,
-) -> VocabMapping:
-    """The run's own copy of its mapping: the dataset may grow and get another one."""
-    # Not beside the draft: vLLM loads every safetensors file that lies there.
-    path = output / MAPPING_FILE
-    found = load_mapping(path, target.vocab_size)
-    if found is None or found.size != settings.draft_vocab_size:
-        if steps := checkpoint.checkpoints(output):
-            raise DamagedError(
-                f"{path} is gone or damaged, which says what the rows of the checkpoints' heads "
-                f"mean. {RESTORE} With --finetune-from {folder_of(output, steps[-1])} it starts "
-                "from that draft."
-            )
-        path.parent.mkdir(exist_ok=True)
-        if start is None:
-            found = make_vocab(dataset, settings.draft_vocab_size, target=target)
-        else:
-            found = start.vocabulary(dataset, target)
-        save_mapping(found, path)
-    return found
 
 
 def _log_start(log: RunLog, loop: Loop, vocab: VocabMapping, notes: Sequence[str]) -> None:

@@ -108,7 +108,7 @@ def test_a_checkpoint_with_a_damaged_file_is_put_aside(
     before = path.read_bytes()
     damage(path)
     said: list[str] = []
-    found = checkpoint.latest(own, note=said.append)
+    found = checkpoint.latest(own, note=said.append, ties={})
     assert found is not None
     if name == STATE and path.exists() and checkpoint.checkpoints(own) == [2, 4]:
         # a bit of the white space between
@@ -126,7 +126,7 @@ def test_without_any_good_checkpoint_it_says_which_file_and_what_to_do(own: Path
     for step in (2, 4):
         gone(folder_of(own, step) / TENSORS)
     with pytest.raises(DamagedError) as caught:
-        checkpoint.latest(own)
+        checkpoint.latest(own, ties={})
     words = str(caught.value)
     for part in (
         str(folder_of(own, 4) / TENSORS),
@@ -178,12 +178,12 @@ CHANGES = [
 def test_tensors_that_are_not_this_models_are_named(own: Path, engine: Engine, number: int) -> None:
     """Whole files, as another version or another model would have written them."""
     change, words = CHANGES[number]
-    position, tensors = checkpoint.load(own, 4)
+    position, tensors = checkpoint.load(own, 4, {})
     engine.check(tensors)
     change(tensors)
-    checkpoint.save(own, position, tensors, lambda folder: None)
+    checkpoint.save(own, position, tensors, lambda folder: None, {})
     said: list[str] = []
-    found = checkpoint.latest(own, engine.check, said.append)
+    found = checkpoint.latest(own, engine.check, said.append, ties={})
     assert found is not None
     assert found[0].step == 2
     with pytest.raises(DamagedError, match=words):
@@ -193,9 +193,9 @@ def test_tensors_that_are_not_this_models_are_named(own: Path, engine: Engine, n
 
 @pytest.mark.parametrize("tensors", [None, [], 3, "x", torch.zeros(2)])
 def test_tensors_without_names_are_nothing(own: Path, engine: Engine, tensors: Any) -> None:
-    position, _ = checkpoint.load(own, 4)
-    checkpoint.save(own, position, tensors, lambda folder: None)
-    found = checkpoint.latest(own, engine.check)
+    position, _ = checkpoint.load(own, 4, {})
+    checkpoint.save(own, position, tensors, lambda folder: None, {})
+    found = checkpoint.latest(own, engine.check, ties={})
     assert found is not None
     assert found[0].step == 2
 
@@ -215,7 +215,7 @@ def test_the_run_goes_on_with_the_same_batches(
 
 
 def test_killed_while_a_checkpoint_is_replaced_one_of_both_is_there(own: Path) -> None:
-    position, tensors = checkpoint.load(own, 4)
+    position, tensors = checkpoint.load(own, 4, {})
     target = folder_of(own, 4)
     for killed_after in ("first rename", "second rename"):
         aside = target.with_name(f".{target.name}.replaced")
@@ -223,11 +223,11 @@ def test_killed_while_a_checkpoint_is_replaced_one_of_both_is_there(own: Path) -
             target.rename(aside)
         else:
             shutil.copytree(target, aside)
-        found = checkpoint.latest(own)
+        found = checkpoint.latest(own, ties={})
         assert found is not None
         assert found[0] == position
         assert not list((own / "checkpoints").glob(".*"))
-    checkpoint.save(own, position, tensors, lambda folder: None)
+    checkpoint.save(own, position, tensors, lambda folder: None, {})
     assert not list((own / "checkpoints").glob(".*"))
 
 
@@ -340,7 +340,7 @@ def test_a_log_full_of_rubbish_is_cleaned(own: Path, dataset: Path, target: Targ
 def test_a_best_checkpoint_that_is_gone_is_stood_for_by_the_newest(
     own: Path, dataset: Path, target: TargetModel
 ) -> None:
-    position, tensors = checkpoint.load(own, 4)
+    position, tensors = checkpoint.load(own, 4, {})
     best = {"accepted_per_step": 99.0}
     whole = checkpoint.Position(**{**_fields(position), "best_step": 3, "best_validation": best})
     draft = folder_of(own, 4)
@@ -350,7 +350,7 @@ def test_a_best_checkpoint_that_is_gone_is_stood_for_by_the_newest(
         for name, content in files.items():
             (path / name).write_bytes(content)
 
-    checkpoint.save(own, whole, tensors, write)
+    checkpoint.save(own, whole, tensors, write, ties_of(own, 4))
     said: list[str] = []
     run(dataset, target, own, note=said.append, **MORE)
     assert any("step 3, the best, is gone" in each for each in said)
@@ -361,6 +361,12 @@ def test_a_best_checkpoint_that_is_gone_is_stood_for_by_the_newest(
     (folder_of(own, 6) / "model.safetensors").unlink()
     run(dataset, target, own, **MORE)
     assert (own / "model.safetensors").is_file()
+
+
+def ties_of(run: Path, step: int) -> dict[str, list[str]]:
+    """What a checkpoint says of the run that it belongs to."""
+    state = json.loads((folder_of(run, step) / STATE).read_text())
+    return {name: [digest] for name, digest in state["run"].items()}
 
 
 def _fields(position: checkpoint.Position) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def alone(dataset: Path, target: TargetModel, output: Path, **more):
 
 
 def weights_at(output: Path, step: int) -> dict[str, torch.Tensor]:
-    return checkpoint.load(output, step)[1]["weights"]
+    return checkpoint.load(output, step, {})[1]["weights"]
 
 
 def assert_close(mine: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:

@@ -82,7 +82,7 @@ class Filling(Steps):
 
 
 def assert_goes_on(dataset: Path, target: TargetModel, output: Path, whole: Steps) -> None:
-    found = checkpoint.latest(output)
+    found = checkpoint.latest(output, ties={})
     done = 0 if found is None else found[0].step
     rest = Steps()
     run(dataset, target, output, rest, **MORE)

@@ -174,7 +174,7 @@ def test_a_run_whose_disk_hangs_is_saved_by_one_signal(
         hanging = False
         answers.set()
     assert report.interrupted
-    done = checkpoint.latest(tmp_path / "run")
+    done = checkpoint.latest(tmp_path / "run", ties={})
     assert (0 if done is None else done[0].step) == report.step >= hangs_after
     assert not run(dataset, target, tmp_path / "run", rest, **more).interrupted
     assert first.seen + rest.seen == whole.seen

@@ -401,9 +401,11 @@ def test_checkpoints_cannot_run_code(tmp_path: Path) -> None:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "owned"),)
 
-    checkpoint.save(tmp_path, checkpoint.Position(step=1), {"weights": Evil()}, lambda folder: None)
+    checkpoint.save(
+        tmp_path, checkpoint.Position(step=1), {"weights": Evil()}, lambda folder: None, {}
+    )
     with pytest.raises(DamagedError, match="mkdir"):
-        checkpoint.load(tmp_path, 1)
+        checkpoint.load(tmp_path, 1, {})
     assert not (tmp_path / "owned").exists()
 
 

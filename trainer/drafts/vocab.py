@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import safetensors.numpy
+import xxhash
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
@@ -58,6 +59,11 @@ class VocabMapping:
     def target_ids(self) -> NDArray[np.int64]:
         """The target's id of each draft token, rising."""
         return np.arange(self.size, dtype=np.int64) + self.d2t
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits of what the rows of a draft's head mean."""
+        return xxhash.xxh3_128(self.target_ids.astype("<i8").tobytes()).hexdigest()
 
     @property
     def coverage(self) -> float:
@@ -222,6 +228,8 @@ def save_mapping(mapping: VocabMapping, path: Path) -> None:
 
 def load_mapping(path: Path, target_vocab_size: int) -> VocabMapping | None:
     """The mapping at `path`; None when there is none or it is not for such a target model."""
+    if not path.is_file():  # a pipe would be waited for
+        return None
     try:
         with safe_open(path, "numpy") as file:
             mapping = VocabMapping(

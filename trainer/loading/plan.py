@@ -24,7 +24,7 @@ from draftmill.trainer.loading import data
 from draftmill.trainer.loading.data import Cursor, Packing, Samples
 from draftmill.trainer.settings import TrainSettings
 
-_VERSION = 3
+_VERSION = 4
 _Columns: TypeAlias = dict[str, NDArray[Any]]
 
 
@@ -33,7 +33,8 @@ class Plan:
     """What a run trains on, and how long. `cut` and `nothing_supervised` count samples.
 
     `since` is the first epoch of each training sample: 0 but for those that `grow` took in, which
-    stand at the end. `packing` is of the first epoch.
+    stand at the end. `packing` is of the first epoch. `digests` are of the files that it was frozen
+    in, before each growth and, last, now.
     """
 
     train: Samples
@@ -44,6 +45,7 @@ class Plan:
     cut: int
     nothing_supervised: int
     fingerprint: str
+    digests: tuple[str, ...] = ()
 
 
 def make_plan(table: pa.Table, settings: TrainSettings) -> Plan:
@@ -132,8 +134,8 @@ def _joined(first: Samples, second: Samples) -> Samples:
     return Samples(**{n: np.concatenate([getattr(first, n), getattr(second, n)]) for n in names})
 
 
-def save_plan(plan: Plan, path: Path) -> None:
-    """Freeze the plan at `path`, atomically."""
+def save_plan(plan: Plan, path: Path) -> Plan:
+    """Freeze the plan at `path`, atomically; returns it with the digest of that."""
     parts = (plan.train, plan.validation)
     columns: _Columns = {
         name: np.ascontiguousarray(np.concatenate([getattr(part, name) for part in parts]))
@@ -148,14 +150,16 @@ def save_plan(plan: Plan, path: Path) -> None:
         "cut": plan.cut,
         "nothing_supervised": plan.nothing_supervised,
         "fingerprint": plan.fingerprint,
+        "grown_from": plan.digests,
     }
-    facts["xxh3"] = _checksum(columns, facts)
+    facts["xxh3"] = digest = _checksum(columns, facts)
     digests = columns["digest"]
     fixed = pa.Array.from_buffers(pa.binary(16), len(digests), [None, pa.py_buffer(digests)])
     table = pa.table({**columns, "digest": fixed}, metadata={"draftmill.plan": json.dumps(facts)})
     temporary = path.with_name(f".{path.name}.tmp")
     pq.write_table(table, temporary, compression="zstd")
     files.publish(temporary, path, "plan")
+    return replace(plan, digests=(*plan.digests, digest))
 
 
 def load_plan(path: Path, table: pa.Table, max_seq_len: int) -> Plan:
@@ -183,6 +187,7 @@ def load_plan(path: Path, table: pa.Table, max_seq_len: int) -> Plan:
         cut=facts["cut"],
         nothing_supervised=facts["nothing_supervised"],
         fingerprint=facts["fingerprint"],
+        digests=(*facts["grown_from"], facts["xxh3"]),
     )
 
 
