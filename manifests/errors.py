@@ -21,8 +21,6 @@ DraftmillError
 
 from __future__ import annotations
 
-import struct
-
 # What data of somebody else's making can do to the code that reads it. For the few lines that take
 # such data apart, never around code that does more.
 NOT_UNDERSTOOD = (
@@ -33,8 +31,6 @@ NOT_UNDERSTOOD = (
     TypeError,
     ValueError,
 )
-# The same where it is read from a file.
-UNREADABLE: tuple[type[Exception], ...] = (OSError, struct.error, *NOT_UNDERSTOOD)
 
 
 def why(error: Exception) -> str:

@@ -25,7 +25,6 @@ from draftmill.manifests import files
 from draftmill.manifests.codec.numbers import E4M3_MAX, from_e4m3, to_e4m3, to_floats, to_words
 from draftmill.manifests.errors import (
     NOT_UNDERSTOOD,
-    UNREADABLE,
     DamagedError,
     RejectedError,
     SourceFileError,
@@ -213,9 +212,7 @@ def digest_of(path: Path, *, fp8: bool) -> str | None:
         if path.stat().st_size != start + end or kind != ("F8_E4M3" if fp8 else "BF16"):
             return None
         return str(header["__metadata__"]["draftmill"])
-    except DamagedError:
-        return None
-    except UNREADABLE:
+    except (OSError, DamagedError, *NOT_UNDERSTOOD):
         return None
 
 

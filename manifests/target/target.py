@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.manifests.errors import UNREADABLE, ConfigError, DamagedError, why
+from draftmill.manifests.errors import NOT_UNDERSTOOD, ConfigError, DamagedError, why
 
 # Where the language model's own keys sit in nested (multimodal) configs, in order of preference.
 _NESTED = ("text_config", "language_config", "llm_config", "language_model")
@@ -335,5 +335,5 @@ def _header(file: Path) -> dict[str, _Tensor]:
             )
             for name, entry in header.items()
         }
-    except UNREADABLE as error:
+    except (OSError, struct.error, *NOT_UNDERSTOOD) as error:
         raise DamagedError(f"{file} is no readable safetensors file: {error}") from error

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftmill.manifests.errors import UNREADABLE, ConfigError, DamagedError
+from draftmill.manifests.errors import NOT_UNDERSTOOD, ConfigError, DamagedError
 
 WEIGHTS_FILE = "model.safetensors"
 _Load: TypeAlias = Callable[[Path], dict[str, Tensor]]
@@ -81,7 +81,7 @@ def digest(folder: Path) -> str:
 def _indexed(index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except UNREADABLE as error:
+    except (OSError, *NOT_UNDERSTOOD) as error:
         raise DamagedError(f"{index} cannot be read: {error}") from error
     # An index from elsewhere does not choose files outside of its folder.
     if strange := sorted(str(name) for name in names if Path(str(name)).name != name):

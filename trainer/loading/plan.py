@@ -19,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from draftmill.manifests import files
-from draftmill.manifests.errors import DamagedError, DatasetError
+from draftmill.manifests.errors import NOT_UNDERSTOOD, DamagedError, DatasetError
 from draftmill.trainer.loading import data
 from draftmill.trainer.loading.data import Cursor, Packing, Samples
 from draftmill.trainer.settings import TrainSettings
@@ -170,7 +170,7 @@ def load_plan(path: Path, table: pa.Table, max_seq_len: int) -> Plan:
     """
     try:
         planned, facts = _frozen(path)
-    except (OSError, pa.ArrowException, LookupError, TypeError, ValueError) as error:
+    except (OSError, pa.ArrowException, *NOT_UNDERSTOOD) as error:
         raise DamagedError(
             f"{path} is no plan of a run: {error}. Restore it from a copy, or name another output "
             "folder."
