@@ -6,6 +6,7 @@ every row into a rejected or failed one. What follows from too many of them is l
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 
 from draftmill.manifests.types import Outcome, Result, Stage
@@ -41,3 +42,24 @@ class HeldBack:
         """What was held; it may be committed."""
         held, self._held = self._held, []
         return held
+
+
+class HeldByServer:
+    """What is held back of each server. The stages differ in when a server is given up."""
+
+    def __init__(self, limit: int, bad: Collection[Outcome], stage: Stage) -> None:
+        self._held = defaultdict[str, HeldBack](lambda: HeldBack(limit, bad, stage))
+        self._spared = False
+
+    def spare(self, name: str) -> None:
+        """Drop what is held of a server that was given up: its rows stay as they were."""
+        self._spared |= bool(self._held[name].release())
+
+    def spared(self) -> bool:
+        """Whether there are rows of such servers, since the last call, to be asked once more."""
+        spared, self._spared = self._spared, False
+        return spared
+
+    def release(self) -> list[Result]:
+        """All that is held back, when nothing more will be asked."""
+        return [result for held in self._held.values() for result in held.release()]

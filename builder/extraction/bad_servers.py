@@ -6,25 +6,23 @@ or the next run. What a server is, and that a run without any ends, is `servers`
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 
 from draftmill.builder.extraction.servers import ExtractServers
-from draftmill.builder.held_back import HeldBack
+from draftmill.builder.held_back import HeldByServer
 from draftmill.manifests.errors import ServerError
 from draftmill.manifests.types import Outcome, Result
 
 BAD: tuple[Outcome, ...] = ("rejected", "failed", "timed_out")
 
 
-class BadServers:
+class BadServers(HeldByServer):
     """Gives a server up after `limit` bad samples in a row, which it says. 0: never."""
 
     def __init__(self, servers: ExtractServers, limit: int, say: Callable[[str], None]) -> None:
+        super().__init__(limit, BAD, "extract")
         self._servers = servers
         self._say = say
-        self._held = defaultdict[str, HeldBack](lambda: HeldBack(limit, BAD, "extract"))
-        self._spared = False
 
     def takes(self, result: Result) -> bool:
         """Whether the result was held back, or is dropped with all that its server held."""
@@ -39,19 +37,9 @@ class BadServers:
             if len(self._servers.servers) > 1:
                 self._say(f"{name}: given up, its samples go to the other servers: {reason}")
         if server.state == "dead":
-            self._held[name].release()
-            self._spared = True
+            self.spare(name)
         return True
 
     def answered(self, result: Result) -> list[Result]:
         """What was held of the server of this good result: it was the samples."""
         return self._held[result.attempt.endpoint or ""].release()
-
-    def spared(self) -> bool:
-        """Whether there are rows of servers given up since the last call, to be asked once more."""
-        spared, self._spared = self._spared, False
-        return spared
-
-    def release(self) -> list[Result]:
-        """All that is held back, when nothing more will be asked."""
-        return [result for held in self._held.values() for result in held.release()]
